@@ -6,7 +6,6 @@ is imported when it is first asked for: look-ups that the shipped databases answ
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from miofind.finddb.answers import Answer, RankedRows
@@ -43,6 +42,7 @@ from miofind.finddb.values import (
     environment_id,
     failed_code,
 )
+from miofind.process.late_names import LateNames as _LateNames
 
 if TYPE_CHECKING:
     from miofind.finddb.migration import Upgrade, upgrade
@@ -99,21 +99,20 @@ __all__ = [
     "write_release",
 ]
 
-_HOMES = {
-    "miofind.finddb.migration": ("Upgrade", "upgrade"),
-    "miofind.finddb.mirroring": ("Mirrored", "mirror"),
-    "miofind.finddb.release": ("ReleaseRules", "write_release"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_late = _LateNames(
+    __name__,
+    {
+        "miofind.finddb.migration": ("Upgrade", "upgrade"),
+        "miofind.finddb.mirroring": ("Mirrored", "mirror"),
+        "miofind.finddb.release": ("ReleaseRules", "write_release"),
+    },
+)
 
 if not TYPE_CHECKING:  # type checkers know what there is, and tell of anything else
 
     def __getattr__(name: str) -> Any:
-        """What is named here."""
-        if name not in _HOME_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
-        return value
+        """What is named here, or a module of the package."""
+        return _late(name)
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, update
 
 from miofind.errors import DatabaseError
 from miofind.finddb import entries, file_version, location, migrations, open_files, schema
-from miofind.finddb.sqlite_core import connect, draw, driver_of
+from miofind.finddb.sqlite_engine import connect, draw, driver_of
 from miofind.finddb.sqlite_file import (
     check_writable_place,
     execute,

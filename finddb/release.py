@@ -20,7 +20,7 @@ from miofind.finddb import entries, ranking
 from miofind.finddb.exchange import release_of
 from miofind.finddb.location import MEMORY, checked_path, shown
 from miofind.finddb.open_files import is_database, is_of_database
-from miofind.finddb.sqlite_core import connect, driver_of
+from miofind.finddb.sqlite_engine import connect, driver_of
 from miofind.finddb.sqlite_file import (
     LOGS,
     check_writable_place,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miofind.errors import DatabaseError, MiofindError
-from miofind.finddb import core, file_version, location, logs, open_files
+from miofind.finddb import file_version, late, location, logs, open_files
 from miofind.finddb.database import BATCH, Database, T
 from miofind.finddb.legible import UnreadableEntryError, legible
 from miofind.finddb.open_files import FileKey, OpenFile, key_of
@@ -42,6 +42,7 @@ from miofind.finddb.sqlite_file import (
     use_write_ahead_log,
 )
 from miofind.finddb.values import RIVAL, ROW_FIELDS, ProblemKey, Row
+from miofind.process.forks import awaited_by_forks
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -104,14 +105,14 @@ class _Channel:
         """A connection of SQLAlchemy over the driver's: the one there is, or a new one."""
         if self.connection is None:
             driver.take_back()  # what was interrupted while it was given up
-            self.connection = core.sqlite_core.connect(lambda: driver, is_writer=self._is_writer)
+            self.connection = late.sqlite_engine.connect(lambda: driver, is_writer=self._is_writer)
         return self.connection
 
     def give_up(self) -> None:
         """End what is being read and written, and use SQLAlchemy's connection no more. Harmless when repeated."""
         connection, self.connection = self.connection, None
         if connection is not None:
-            core.sqlite_core.give_up(connection)
+            late.sqlite_engine.give_up(connection)
         if self.driver is not None:
             self.driver.take_back()
 
@@ -356,7 +357,7 @@ class SqliteFile(Database):
             if self.path is None:  # one connection reads and writes
                 yield connection
                 return
-            driver = core.sqlite_core.driver_of(connection)
+            driver = late.sqlite_engine.driver_of(connection)
             try:
                 execute(driver, "BEGIN")
                 yield connection
@@ -381,7 +382,7 @@ class SqliteFile(Database):
                 self.disconnect()
             connection = self._connections.writer or self._opened("writer")
             with connection.begin():
-                driver = core.sqlite_core.driver_of(connection)
+                driver = late.sqlite_engine.driver_of(connection)
                 written = driver.total_changes
                 yield connection
                 if self.path is not None and driver.total_changes != written:
@@ -410,11 +411,11 @@ class SqliteFile(Database):
         """
         with self.read() as connection:
             files = self._files
-            remaining = iter(core.entries.problems(connection, device).values())
+            remaining = iter(late.entries.problems(connection, device).values())
         while batch := list(islice(remaining, BATCH)):
             with self.snapshot(of=files) as connection:
                 # Numbers are of one instant: what took the place of a problem that went meanwhile may have its number.
-                found = read(connection, core.entries.find_problems(connection, batch))
+                found = read(connection, late.entries.find_problems(connection, batch))
             yield found
 
     @contextmanager
@@ -482,7 +483,7 @@ class SqliteFile(Database):
         """What is wrong with its pages and its tables, given its schema version."""
         lines = [str(line) for (line,) in connection.exec_driver_sql("PRAGMA integrity_check(20)") if line != "ok"]
         version = self._connections.version
-        findings = [f"damaged: {line}" for line in lines] or core.schema.column_findings(connection, version)
+        findings = [f"damaged: {line}" for line in lines] or late.schema.column_findings(connection, version)
         broken = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
         return findings + [f"a row of table {line[0]} belongs to no row of table {line[2]}" for line in broken[:20]]
 
@@ -598,7 +599,7 @@ class SqliteFile(Database):
         self._connections.reading.connected(memory)  # not within a transaction of what writes, which it would take back
         writer = self._connections.writing.connected(memory)
         with writer.begin():
-            core.schema.create(writer)
+            late.schema.create(writer)
 
     def _open_to_read(self, path: Path) -> None:
         if not path.is_file():
@@ -661,7 +662,7 @@ class SqliteFile(Database):
             use_write_ahead_log(driver)
             writer = self._connections.writing.connected(driver)
             with writer.begin():
-                core.schema.create(writer)
+                late.schema.create(writer)
                 logs.draw(driver)
         version = file_version.checked_version(driver, self.where)
         is_mirror = file_version.note(driver, file_version.MIRROR) is not None
@@ -690,7 +691,7 @@ class SqliteFile(Database):
         """
         lock = self._write_lock if role == "writer" else self._read_lock
         while True:
-            with lock:
+            with lock, awaited_by_forks:
                 if self._uses.depth > 0 or not self._is_changed:
                     self._uses.depth += 1
                     try:

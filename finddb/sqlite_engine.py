@@ -1,8 +1,5 @@
 """SQLAlchemy over the driver's connection to a file, for all but look-ups: these do without its import, a tenth of a
-second of each process.
-
-It is imported while a database is in use, for the end of which forks wait.
-"""
+second of each process."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from miofind.finddb import logs
 from miofind.finddb.sqlite_file import PRAGMAS, begin_immediate, execute
+from miofind.process.forks import loading
 
 
 class _NextConnection(threading.local):
@@ -32,7 +30,10 @@ _asked = _NextConnection()
 @functools.cache
 def _engine(*, is_writer: bool) -> Engine:
     """What makes connections, for good: where an engine ends, SQLAlchemy's callbacks would swallow a Ctrl-C."""
-    engine = create_engine("sqlite://", creator=lambda: _asked.creator(), poolclass=NullPool, pool_reset_on_return=None)
+    with loading():  # the first one imports what speaks SQLite
+        engine = create_engine(
+            "sqlite://", creator=lambda: _asked.creator(), poolclass=NullPool, pool_reset_on_return=None
+        )
     if is_writer:
         event.listen(engine, "begin", _begin_immediate)
     return engine

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from miofind.errors import DatabaseError
-from miofind.finddb import answers, core, exchange, location, ranking, stamps
+from miofind.finddb import answers, exchange, late, location, ranking, stamps
 from miofind.finddb.answers import Answer
 from miofind.finddb.database import BATCH, Database
 from miofind.finddb.legible import checked_text, legible
@@ -34,6 +34,7 @@ from miofind.finddb.values import (
     Verdict,
     from_json,
 )
+from miofind.process.forks import loading
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -127,7 +128,7 @@ class Store:
         """The first row of the answer to every problem, in the order of their keys; None where it has none."""
 
         def read(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[tuple[ProblemKey, Row | None]]:
-            payloads, packing = core.entries.payloads(connection, batch), self._database.packing
+            payloads, packing = late.entries.payloads(connection, batch), self._database.packing
             found = []
             for number, key in batch.items():
                 stored = payloads.get(number)
@@ -202,17 +203,17 @@ class Store:
 
         def store(connection: Connection) -> Any:
             is_held = bool(history.rows or history.scopes or history.verdicts)
-            numbered = core.entries.hold if is_held else core.entries.find_problem
+            numbered = late.entries.hold if is_held else late.entries.find_problem
             number = numbered(connection, device, network_config)
-            stamp = core.entries.next_stamp(connection, number, self._database.clock(connection, now))
+            stamp = late.entries.next_stamp(connection, number, self._database.clock(connection, now))
             # The clock was set back, or is another's, or others recorded while this waited for them.
             found = history if stamp == now else checked_history(stamps.stamped(given, stamp))
             if is_held and number is not None:
-                core.entries.add_to(connection, number, found)
+                late.entries.add_to(connection, number, found)
             if notes is not None:
-                core.entries.forget_rechecks(connection, device, network_config)
-                core.entries.note_rechecks(connection, device, network_config, notes, stamp)
-            return None if number is None else core.entries.payload(connection, number)
+                late.entries.forget_rechecks(connection, device, network_config)
+                late.entries.note_rechecks(connection, device, network_config, notes, stamp)
+            return None if number is None else late.entries.payload(connection, number)
 
         payload = self._database.transact(store)
         return None if payload is None else _decoded(device, network_config, payload)
@@ -240,23 +241,23 @@ class Store:
     def history(self, device: str, network_config: str) -> History | None:
         """All that is stored of a problem, failures too; None if nothing is."""
         with self._database.read() as connection:
-            number = core.entries.find_problem(connection, device, network_config)
+            number = late.entries.find_problem(connection, device, network_config)
             if number is None:
                 return None
             key = ProblemKey(device=device, network_config=network_config)
-            return core.entries.history(connection, number, key, self._database.packing)
+            return late.entries.history(connection, number, key, self._database.packing)
 
     def histories_of(self, keys: Iterable[ProblemKey]) -> list[History]:
         """What is stored of some problems, of those that anything is; by a few statements for all."""
         with self._database.one_instant(), self._database.read() as connection:
-            found = core.entries.find_problems(connection, keys)
-            return core.entries.histories(connection, found, self._database.packing)
+            found = late.entries.find_problems(connection, keys)
+            return late.entries.histories(connection, found, self._database.packing)
 
     def histories(self, device: str | None = None) -> Iterator[History]:
         """The histories of all problems, in the order of their keys."""
 
         def read(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[History]:
-            return core.entries.histories(connection, batch, self._database.packing)
+            return late.entries.histories(connection, batch, self._database.packing)
 
         for found in self._database.in_batches(device, read):
             yield from found
@@ -271,19 +272,19 @@ class Store:
     def problems(self, device: str | None = None) -> tuple[ProblemKey, ...]:
         """All problems that something is stored of."""
         with self._database.read() as connection:
-            return tuple(core.entries.problems(connection, device).values())
+            return tuple(late.entries.problems(connection, device).values())
 
     def solved_problems(self) -> tuple[ProblemKey, ...]:
         """The problems that the store has solutions of, by one statement: no answer is decoded."""
         with self._database.read() as connection:
-            return tuple(core.entries.solved_problems(connection, is_packed=self._database.packing is not None))
+            return tuple(late.entries.solved_problems(connection, is_packed=self._database.packing is not None))
 
     def clean(self, device: str, network_config: str) -> int:
         """Forget a problem; returns how many rows went. Another database that is merged in can bring it back."""
 
         def remove(connection: Connection) -> int:
-            number = core.entries.find_problem(connection, device, network_config)
-            return 0 if number is None else core.entries.remove_problem(connection, number)
+            number = late.entries.find_problem(connection, device, network_config)
+            return 0 if number is None else late.entries.remove_problem(connection, number)
 
         return self._database.transact(remove, alone=True)
 
@@ -302,9 +303,9 @@ class Store:
         def remove(connection: Connection) -> int:
             removed = sum(
                 _prune_problem(connection, number, what, keep=key.device == device)
-                for number, key in core.entries.problems(connection).items()
+                for number, key in late.entries.problems(connection).items()
             )
-            core.entries.remove_orphans(connection)
+            late.entries.remove_orphans(connection)
             return removed
 
         removed = self._database.transact(remove, alone=True)
@@ -316,9 +317,9 @@ class Store:
         """Derive every answer anew from the rows; returns how many there are."""
 
         def derive(connection: Connection) -> int:
-            numbers = core.entries.problems(connection)
+            numbers = late.entries.problems(connection)
             for number in numbers:
-                core.entries.rebuild(connection, number)
+                late.entries.rebuild(connection, number)
             return len(numbers)
 
         return self._database.transact(derive, alone=True)
@@ -328,31 +329,31 @@ class Store:
         checked_key(device, network_config)
         checked_reason(reason)
         with self._database.read() as connection:
-            if core.entries.is_recheck_noted(connection, device, network_config, reason):
+            if late.entries.is_recheck_noted(connection, device, network_config, reason):
                 return False
 
         def note(connection: Connection) -> int:
             present = self._database.clock(connection, stamps.now())
-            number = core.entries.find_problem(connection, device, network_config)
-            stamp = core.entries.next_stamp(connection, number, present)
-            return core.entries.note_rechecks(connection, device, network_config, [reason], stamp)
+            number = late.entries.find_problem(connection, device, network_config)
+            stamp = late.entries.next_stamp(connection, number, present)
+            return late.entries.note_rechecks(connection, device, network_config, [reason], stamp)
 
         return self._database.transact(note) == 1
 
     def rechecks(self, device: str | None = None) -> tuple[Recheck, ...]:
         """The problems that want measuring again, the oldest note first."""
         with self._database.read() as connection:
-            return core.entries.rechecks(connection, device)
+            return late.entries.rechecks(connection, device)
 
     def environment(self, environment_id: str) -> Mapping[str, str] | None:
         """The versions that an environment's id stands for, None if it is unknown."""
         with self._database.read() as connection:
-            return core.entries.environment(connection, environment_id)
+            return late.entries.environment(connection, environment_id)
 
     def stats(self) -> Stats:
         """Counts of what is stored."""
         with self._database.read() as connection:
-            return core.soundness.stats(connection, self._database.size_bytes(connection), self._database.packing)
+            return late.soundness.stats(connection, self._database.size_bytes(connection), self._database.packing)
 
     def check(self, validate: Callable[[ProblemKey, Row], str | None] | None = None) -> tuple[str, ...]:
         """Findings against the file, its schema and its contents, one line each; empty if it is sound.
@@ -366,7 +367,7 @@ class Store:
             return (str(error),)
         if validate is not None and not findings:
             found = ((key, row, validate(key, row)) for key, row in self.rows())
-            findings += [core.soundness.row_finding(key, row, finding) for key, row, finding in found if finding]
+            findings += [late.soundness.row_finding(key, row, finding) for key, row, finding in found if finding]
         return tuple(findings)
 
     def export_jsonl(self, file: TextIO) -> int:
@@ -384,7 +385,7 @@ class Store:
     def release(self) -> Release | None:
         """What the file says of itself as a release, None if it is none."""
         with self._database.read() as connection:
-            text = core.schema.note(connection, "release")
+            text = late.schema.note(connection, "release")
             with legible():
                 return None if text is None else Release(**from_json(text))
 
@@ -397,7 +398,7 @@ class Store:
         release = self.release()
         if release is None or self._database.packing is None:
             return
-        findings = core.soundness.release_findings(release, tuple(self.histories()))
+        findings = late.soundness.release_findings(release, tuple(self.histories()))
         if findings:
             raise DatabaseError(f"{self.where}: {findings[0]}")
 
@@ -423,7 +424,7 @@ class Store:
         def check(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[list[str]]:
             version, packing = self._database.version, self._database.packing
             return [
-                core.soundness.problem_findings(connection, version, number, key, packing)
+                late.soundness.problem_findings(connection, version, number, key, packing)
                 for number, key in batch.items()
             ]
 
@@ -432,22 +433,22 @@ class Store:
         if release is None and self._database.packing is not None:
             findings.append("it is packed as a release is, and names none: it was altered")
         if release is not None and not findings:
-            findings += core.soundness.release_findings(release, tuple(self.histories()))
+            findings += late.soundness.release_findings(release, tuple(self.histories()))
         return findings
 
     def _add_checked(self, histories: Iterable[History]) -> int:
         added = list(histories)
         if not added:
             self._database.prepare_to_write()
-        return self._database.transact(lambda connection: core.entries.add(connection, added))
+        return self._database.transact(lambda connection: late.entries.add(connection, added))
 
 
 def _database(address: str | Path, *, read_only: bool) -> Database:
     url = location.server_url(address)
     if url is None:
         return SqliteFile(location.checked_path(address), read_only=read_only)
-    from miofind.finddb.server import Server
-
+    with loading():
+        from miofind.finddb.server import Server
     return Server(url, read_only=read_only)
 
 
@@ -463,13 +464,13 @@ _decoded = functools.lru_cache(maxsize=_MOST_ANSWERS)(_decode)
 
 def _prune_problem(connection: Connection, number: int, what: Prune, *, keep: bool) -> int:
     if what is Prune.OTHER_DEVICES:
-        return 0 if keep else core.entries.remove_problem(connection, number)
-    rows = core.entries.rows_of(connection, number)
+        return 0 if keep else late.entries.remove_problem(connection, number)
+    rows = late.entries.rows_of(connection, number)
     with legible():
         if what is Prune.FAILED:
-            return core.entries.remove(connection, number, ranking.failed_rows(rows))
-        scopes, verdicts = core.entries.scopes_of(connection, number), core.entries.verdicts_of(connection, number)
+            return late.entries.remove(connection, number, ranking.failed_rows(rows))
+        scopes, verdicts = late.entries.scopes_of(connection, number), late.entries.verdicts_of(connection, number)
         wanted: list[Entry | None] = [*ranking.uncovered_scopes(scopes), ranking.newest_verdict(verdicts)]
         found: list[Entry] = [*scopes, *verdicts]
         unwanted = [entry for entry in found if entry not in wanted]
-        return core.entries.remove(connection, number, [*ranking.superseded_rows(rows), *unwanted])
+        return late.entries.remove(connection, number, [*ranking.superseded_rows(rows), *unwanted])

@@ -51,9 +51,30 @@ _held: list[bool] = []
 _PATIENCE_S = 60.0
 
 
+class _AwaitedByForks(threading.local):
+    """With blocks of a thread that hold a lock of their own for which forks wait.
+
+    `loading` takes none within: a fork that has it waits for the block.
+    """
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+awaited_by_forks = _AwaitedByForks()
+
+
 @contextmanager
 def loading() -> Iterator[None]:
     """Other threads' forks wait meanwhile: Python's locks of modules that are being imported cannot be made anew."""
+    if awaited_by_forks.depth > 0:
+        yield
+        return
     with _loading:
         yield
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.commands.cli_runner import use_own_folders
+from helpers.finddb.finddb_entries import DEVICE, VERSIONS, row, scope
 from helpers.processes.forks import forked_by_a_thread
 from helpers.processes.waiting import LIMIT_S
 
@@ -26,6 +27,7 @@ from miofind.core.problem import DataType
 from miofind.errors import ForkedProcessError
 from miofind.evaluate.executors import Isolated
 from miofind.find import warm_start
+from miofind.finddb import Store
 from miofind.reference.convolution import reference_on_host, round_once
 from miofind.solver.candidate import Status
 from miofind.solver.steps import KernelStep
@@ -346,7 +348,7 @@ def test_numpy_that_raises_changes_neither_runs_nor_references(tmp_path: Path) -
 OUTSIDE_OF_LOADING = """
 import sys
 import miofind
-from miofind.finddb import sqlite_database
+from miofind.finddb import MEMORY, Store, sqlite_database
 from miofind.process import forks
 handle = miofind.Handle("cpu", database=sys.argv[1])
 def is_waited_for():
@@ -357,17 +359,61 @@ class Told:
         if not is_waited_for():
             print(name)
 sys.meta_path.insert(0, Told())
-miofind.find_solutions(miofind.ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1)), handle=handle)
+{code}
 sys.meta_path.clear()
 """
+FIND = "miofind.ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1))"
 
 
-def test_a_first_find_imports_nothing_that_a_fork_does_not_wait_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"miofind.find_solutions({FIND}, handle=handle)",
+        "Store(MEMORY).merge(Store(sys.argv[2], read_only=True))",
+        "from miofind.finddb import upgrade; upgrade(sys.argv[2])",
+        "from miofind.finddb import write_release; write_release([Store(sys.argv[2])], sys.argv[1])",
+        "Store('postgresql://nobody@127.0.0.1:1/nothing')",
+    ],
+    ids=["find", "merge", "upgrade", "release", "server"],
+)
+def test_what_imports_late_imports_nothing_that_a_fork_does_not_wait_for(code: str, tmp_path: Path) -> None:
+    known = tmp_path / "known.db"
+    with Store(known) as store:
+        store.record(DEVICE, "p", [row()], scope=scope(), environment=VERSIONS)
     done = subprocess.run(
-        [sys.executable, "-c", OUTSIDE_OF_LOADING, str(tmp_path / "finddb.db")],
+        [sys.executable, "-c", OUTSIDE_OF_LOADING.format(code=code), str(tmp_path / "finddb.db"), str(known)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=True,
     )
     assert done.stdout.split() == []
+
+
+AMID_A_USE = """
+import os, sys, threading, time
+import miofind.runtime.handle
+from miofind.finddb import Store
+from miofind.process import forks
+store = Store(sys.argv[1], read_only=True)
+is_used = threading.Event()
+def use():
+    with store._database.opened():
+        is_used.set()
+        while not forks._held:  # until the fork waits for this block
+            time.sleep(0.001)
+        from miofind.finddb import upgrade
+threading.Thread(target=use, daemon=True).start()
+is_used.wait()
+if os.fork() == 0:
+    os._exit(0)
+print("sqlalchemy" in sys.modules, os.wait()[1])
+"""
+
+
+def test_a_fork_and_an_import_amid_a_use_of_a_database_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """The fork has what imports wait for, and waits for the database."""
+    Store(tmp_path / "finddb.db").open().close()
+    command = [sys.executable, "-c", AMID_A_USE, str(tmp_path / "finddb.db")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout == "True 0\n"
