@@ -6,7 +6,8 @@
     python benchmarks/immediate.py --gpu --problems 150 --json FILE
 
 On stored rows each network's problems are predicted by a model of all others' (`miofind train --holdout network`):
-regret is how far a pick is off the best that is known, cuDNN's included. Beside it: what fewer shapes to learn from
+regret is how far a pick is off the best that is known, cuDNN's included: of all problems, those of no network
+predicted by networks' alone, and of networks' problems. Beside it: what fewer shapes to learn from
 cost (the learning curve), what predictions add where one solver's rows are void, and the CPU time of an answer for
 problems that no FindDB knows.
 
@@ -56,7 +57,7 @@ from miofind.find.immediate.ranker import Estimated, Ranker
 from miofind.find.immediate.shipped import model_paths
 from miofind.find.immediate.training.evaluation import TOPS, Regret, picked
 from miofind.find.immediate.training.fit import Judged, Training
-from miofind.find.immediate.training.groups import Holdout, geometry
+from miofind.find.immediate.training.groups import OTHER, Holdout, geometry, network
 from miofind.find.immediate.training.samples import Lesson, lessons
 from miofind.find.likely import likely_places
 from miofind.find.measuring import measure
@@ -248,7 +249,9 @@ def stored(paths: Sequence[Path], arguments: argparse.Namespace) -> dict[str, An
     judged = training.held_out(sources.learnt, Holdout.NETWORK)
     known = [each.problem for each in sources.learnt]
     problems = random.Random(arguments.seed).sample(known, min(len(known), 330))
+    of_networks = tuple(each for each in judged.lessons if network(each.problem) != OTHER)
     return told(sources, judged, Holdout.NETWORK) | {
+        "networks": {"problems": len(of_networks), "regrets": replace(judged, lessons=of_networks).report},
         "without_a_solver": without_a_solver(judged),
         "learning_curve": learning_curve(training, sources.learnt, arguments.seed),
         "cpu_ms": cpu_ms(problems, sources.device.identity),
