@@ -6,7 +6,7 @@ is imported when it is first asked for: look-ups that the shipped databases answ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miofind.finddb.answers import Answer, RankedRows
 from miofind.finddb.differences import Change, ChangeKind, differences
@@ -108,12 +108,6 @@ _late = _LateNames(
     },
 )
 
+__dir__ = _late.listed
 if not TYPE_CHECKING:  # type checkers know what there is, and tell of anything else
-
-    def __getattr__(name: str) -> Any:
-        """What is named here, or a module of the package."""
-        return _late(name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __getattr__ = _late

@@ -5,7 +5,7 @@ What is named here is imported when it is first asked for: processes that compil
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miofind.process import interrupts as _interrupts
 from miofind.process.late_names import LateNames as _LateNames
@@ -14,6 +14,8 @@ if _interrupts.is_program():
     _interrupts.end_at_once()  # what follows takes a while
 
 if TYPE_CHECKING:
+    from miofind import errors as errors
+    from miofind import torch as torch
     from miofind.api import (
         BoundGradients,
         Convolution,
@@ -90,6 +92,19 @@ __all__ = [
 ]
 
 _HOMES = {
+    "miofind.api": (
+        "BoundGradients",
+        "Convolution",
+        "Gradients",
+        "convolution",
+        "convolution_backward_data",
+        "convolution_backward_weights",
+        "convolution_gradients",
+        "convolution_transpose",
+        "convolution_transpose_gradients",
+        "find_solutions",
+        "run_solution",
+    ),
     "miofind.api.many": ("find_many",),
     "miofind.arrays.batch_norm": (
         "batch_norm_as_scale_and_bias",
@@ -129,15 +144,9 @@ _HOMES = {
     ),
     "miofind.runtime.solution": ("Solution",),
 }
-"""Modules besides `miofind.api`, and what of them is named here."""
 
-_late = _LateNames(__name__, {"miofind.api": __all__, **_HOMES})
+_late = _LateNames(__name__, _HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    """What is named here, or a module of the package."""
-    return _late(name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = _late.listed
+if not TYPE_CHECKING:  # type checkers know what there is, and tell of anything else
+    __getattr__ = _late

@@ -56,7 +56,7 @@ def test_versions_agree() -> None:
 
 def test_public_names_exist() -> None:
     assert [name for name in miofind.__all__ if not hasattr(miofind, name)] == []
-    assert {name for names in miofind._HOMES.values() for name in names} <= set(miofind.__all__)
+    assert sorted(name for names in miofind._HOMES.values() for name in names) == sorted(miofind.__all__)
     assert set(miofind.__all__) <= set(dir(miofind))
     assert miofind.errors.MiofindError is miofind.MiofindError
     for name in ("nonsense", ".errors", "core.problem", "_nonsense"):

@@ -6,7 +6,7 @@ arrays of any form, and `bound.py` has convolutions that are prepared once. Each
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miofind.process.late_names import LateNames as _LateNames
 
@@ -42,11 +42,6 @@ _late = _LateNames(
     },
 )
 
-
-def __getattr__(name: str) -> Any:
-    """What is named here, or a module of the package."""
-    return _late(name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = _late.listed
+if not TYPE_CHECKING:  # type checkers know what there is, and tell of anything else
+    __getattr__ = _late

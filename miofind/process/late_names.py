@@ -12,7 +12,7 @@ from miofind.process.garbage import without_garbage_collection
 
 
 class LateNames:
-    """What a package names and imports late, for its `__getattr__`.
+    """What a package names and imports late: its `__getattr__`, and `listed` its `__dir__`.
 
     Args:
         package: its name.
@@ -35,6 +35,10 @@ class LateNames:
         value = getattr(_imported(home), name)
         setattr(sys.modules[self._package], name, value)
         return value
+
+    def listed(self) -> list[str]:
+        """All that is named in the package, imported or not."""
+        return sorted({*vars(sys.modules[self._package]), *self._home_of})
 
     def _module(self, name: str) -> Any:
         told = f"module {self._package!r} has no attribute {name!r}"

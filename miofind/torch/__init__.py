@@ -6,7 +6,7 @@ What records and tunes is imported when it is first asked for: a program whose c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miofind.errors import MissingLibraryError
 from miofind.process.garbage import without_garbage_collection as _without_garbage_collection
@@ -81,12 +81,6 @@ _late = _LateNames(
     },
 )
 
+__dir__ = _late.listed
 if not TYPE_CHECKING:  # type checkers know what there is, and tell of anything else
-
-    def __getattr__(name: str) -> Any:
-        """What is named here, or a module of the package."""
-        return _late(name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __getattr__ = _late
