@@ -55,9 +55,9 @@ from miofind.finddb import (
     server_url,
     system_addresses,
     told_address,
-    upgrade,
     user_path,
 )
+from miofind.finddb.migration import upgrade
 from miofind.solver.registry import Registry
 
 Command = TypeVar("Command", bound=Callable[..., Any])

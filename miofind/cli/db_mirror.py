@@ -12,7 +12,8 @@ from miofind.cli.options import FindDBFile, Number, example, json_option
 from miofind.cli.output import count_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.errors import DatabaseError
-from miofind.finddb import Mirrored, mirror, server_url
+from miofind.finddb import server_url
+from miofind.finddb.mirroring import Mirrored, mirror
 
 
 class _ServerURL(click.ParamType):  # type: ignore[type-arg]

@@ -15,8 +15,9 @@ from miofind.cli.session import verbose_option
 from miofind.device.device import device_text
 from miofind.errors import InvalidOptionError
 from miofind.find.row_check import Shipping
-from miofind.finddb import Release, ReleaseRules, Store, write_release
+from miofind.finddb import Release, Store
 from miofind.finddb.location import server_url
+from miofind.finddb.release import ReleaseRules, write_release
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.health import doubted
 from miofind.solver.registry import Registry

@@ -16,7 +16,7 @@ import pytest
 import miofind
 
 PACKAGE = Path(miofind.__file__).parent
-LATE_PACKAGES = ("miofind", "miofind.api", "miofind.torch")
+LATE_PACKAGES = ("miofind", "miofind.api", "miofind.finddb", "miofind.torch")
 
 
 def late_imports(path: Path, names: dict[str, frozenset[str]]) -> Iterator[str]:
