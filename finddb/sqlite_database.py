@@ -27,7 +27,6 @@ from miofind.finddb.legible import UnreadableEntryError, legible
 from miofind.finddb.open_files import FileKey, OpenFile, key_of
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.sqlite_file import (
-    PRAGMAS,
     WRITER_PRAGMAS,
     LastingConnection,
     begin_immediate,
@@ -88,18 +87,13 @@ class _Channel:
 
     Attributes:
         connection: SQLAlchemy's, None before the first use and once it was given up.
-        driver: the driver's, None before it is opened and once it is ended.
+        driver: the driver's, which is ended with this; None before and afterwards.
     """
 
     def __init__(self, *, is_writer: bool = False) -> None:
         self._is_writer = is_writer
         self.connection: Connection | None = None
         self.driver: LastingConnection | None = None
-
-    def open(self, driver: LastingConnection) -> None:
-        """Take over a connection of the driver, to end it when this is ended."""
-        self.driver = driver
-        execute(driver, *PRAGMAS)
 
     def connected(self, driver: LastingConnection) -> Connection:
         """A connection of SQLAlchemy over the driver's: the one there is, or a new one."""
@@ -594,8 +588,8 @@ class SqliteFile(Database):
 
     def _open_memory(self) -> None:
         memory = open_memory()
-        self._connections.writing.open(memory)
-        self._connections.reading.open(memory)
+        self._connections.writing.driver = memory
+        self._connections.reading.driver = memory
         self._connections.reading.connected(memory)  # not within a transaction of what writes, which it would take back
         writer = self._connections.writing.connected(memory)
         with writer.begin():
@@ -627,7 +621,7 @@ class SqliteFile(Database):
         """What reads; an immutable file without locks, and also on read-only media."""
         mode = "ro&immutable=1" if self._connections.is_immutable else "ro"
         reader = open_lasting(path, mode)
-        self._connections.reading.open(reader)
+        self._connections.reading.driver = reader
         execute(reader, "PRAGMA schema_version")
         return reader
 
@@ -648,7 +642,7 @@ class SqliteFile(Database):
         set_log_aside(path, file)
         version = self._open_writer(path, file)
         reader = open_lasting(path, "rwc")
-        connections.reading.open(reader)
+        connections.reading.driver = reader
         self._read_as(version, reader)
         execute(reader, "PRAGMA query_only=ON")
         connections.know_log()
@@ -656,7 +650,7 @@ class SqliteFile(Database):
     def _open_writer(self, path: Path, file: OpenFile) -> int:
         """Open what writes, and make the file ready; returns its version: an older one or a mirror has no writer."""
         driver = open_lasting(path, "rwc")
-        self._connections.writing.open(driver)
+        self._connections.writing.driver = driver
         execute(driver, *WRITER_PRAGMAS)
         if file_version.is_empty(driver):
             use_write_ahead_log(driver)

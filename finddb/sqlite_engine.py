@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from miofind.finddb import logs
-from miofind.finddb.sqlite_file import PRAGMAS, begin_immediate, execute
+from miofind.finddb.sqlite_file import begin_immediate
 from miofind.process.forks import loading
 
 
@@ -47,15 +47,9 @@ def connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = Fals
     """A connection of SQLAlchemy over the driver's; a writer's transactions hold the write lock from the start."""
     _asked.creator = creator
     try:
-        connection = _engine(is_writer=is_writer).connect()
+        return _engine(is_writer=is_writer).connect()
     finally:
         del _asked.creator  # what SQLAlchemy has given up must not come back as the connection to another file
-    try:
-        execute(driver_of(connection), *PRAGMAS)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def driver_of(connection: Connection) -> sqlite3.Connection:

@@ -28,7 +28,7 @@ BUSY_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 0.004
 _BUSY_PRAGMA = f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}"
 
-PRAGMAS = (
+_PRAGMAS = (
     "PRAGMA foreign_keys=ON",
     "PRAGMA trusted_schema=OFF",
     "PRAGMA cell_size_check=ON",
@@ -180,7 +180,8 @@ def open_lasting(path: Path, mode: str) -> LastingConnection:
 
 def open_memory() -> LastingConnection:
     """A connection to a new database in memory."""
-    return sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False, factory=LastingConnection)
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False, factory=LastingConnection)
+    return _set_up(connection)
 
 
 def _open(path: Path, mode: str, kind: type[_Opened]) -> _Opened:
@@ -189,6 +190,15 @@ def _open(path: Path, mode: str, kind: type[_Opened]) -> _Opened:
         uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, factory=kind
     )
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    return _set_up(connection)
+
+
+def _set_up(connection: _Opened) -> _Opened:
+    try:
+        execute(connection, *_PRAGMAS)
+    except BaseException:
+        _ReleasingConnection.close(connection)  # which ends a lasting one, too
+        raise
     return connection
 
 

@@ -8,14 +8,17 @@ import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 from helpers.finddb.finddb_entries import DEVICE, PROBLEM, row, version_1
+from sqlalchemy.exc import StatementError
 
 from miofind.finddb import LayeredStore, Store, open_files
+from miofind.finddb.sqlite_engine import connect
 from miofind.finddb.sqlite_file import open_file
 
 pytestmark = pytest.mark.sampled(2)
@@ -150,6 +153,14 @@ def test_ctrl_c_while_another_thread_writes_leaves_its_transaction_alone(tmp_pat
             with database.read():
                 assert database._connections.writer is writer
             assert writer.in_transaction()
+
+
+def test_what_was_given_up_is_not_opened_again_as_another_file(tmp_path: Path) -> None:
+    one, other = (connect(lambda name=name: open_file(tmp_path / name, "rwc")) for name in ("one.db", "other.db"))
+    with closing(one), closing(other):
+        one.invalidate()
+        with pytest.raises(StatementError, match="creator"):
+            one.exec_driver_sql("SELECT 1")
 
 
 @pytest.mark.parametrize("error", [MemoryError, RecursionError])

@@ -558,3 +558,28 @@ def test_a_look_up_does_without_sqlalchemy(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert told.stdout == "[1, 1]\n[0.1] False\n"
+
+
+@pytest.mark.parametrize("kind", ["own", "release", "memory"])
+def test_a_look_up_by_the_driver_runs_no_code_of_a_file(kind: str, tmp_path: Path) -> None:
+    """Its connection is set up as those of all other uses are, though SQLAlchemy has none over it."""
+    address: str | Path = MEMORY if kind == "memory" else tmp_path / f"{kind}.db"
+    if kind != "memory":
+        with Store(tmp_path / "own.db") as store:
+            store.record(DEVICE, PROBLEM, [row()], scope=scope(), environment=VERSIONS)
+            write_release([store], tmp_path / "release.db")
+    with Store(address, read_only=kind == "release") as store:
+        assert (store.answer(DEVICE, PROBLEM) is None) == (kind == "memory")
+        reading = store._database._connections.reading
+        assert (reading.connection is None) == (kind != "memory")
+        names = ("trusted_schema", "cell_size_check", "foreign_keys", "busy_timeout")
+        settings = [reading.driver.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
+    assert settings == [0, 1, 1, 30_000]
+
+
+def test_what_is_read_amid_the_first_write_to_memory_leaves_the_write_alone() -> None:
+    with Store(MEMORY) as store:
+        with store._database.write() as connection:
+            entries.hold(connection, DEVICE, PROBLEM)
+            assert len(store.problems()) == 1
+        assert len(store.problems()) == 1
