@@ -141,8 +141,9 @@ def translated(where: str) -> Iterator[None]:
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         raise _database_error(where, error) from error
     except Exception as error:
-        sqlalchemy = sys.modules.get("sqlalchemy.exc")  # what was not imported has raised nothing
-        if sqlalchemy is None or not isinstance(error, sqlalchemy.SQLAlchemyError):
+        # What is not imported, or is just being imported by another thread, has raised nothing.
+        kind = getattr(sys.modules.get("sqlalchemy.exc"), "SQLAlchemyError", None)
+        if kind is None or not isinstance(error, kind):
             raise
         cause = getattr(error, "orig", None) or error
         if isinstance(cause, (MemoryError, RecursionError)):  # they speak of the process, not of the file

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from helpers.finddb import finddb_children
@@ -18,6 +19,7 @@ from helpers.finddb.finddb_entries import DEVICE, PROBLEM, row
 from helpers.processes.forks import in_a_fork
 from helpers.processes.waiting import LIMIT_S
 
+from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, LayeredStore, Store
 
 PAIRS = 8
@@ -150,3 +152,12 @@ def test_a_forgotten_store_closes_its_file(tmp_path):
     del store
     gc.collect()
     assert [path.name for path in Path(tmp_path).iterdir()] == ["finddb.db"]
+
+
+def test_what_goes_wrong_is_told_while_another_thread_imports_sqlalchemy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module stands in sys.modules before its body has run: it has no exceptions yet, and has raised none."""
+    monkeypatch.setitem(sys.modules, "sqlalchemy.exc", ModuleType("sqlalchemy.exc"))
+    with Store(tmp_path / "none.db", read_only=True) as store, pytest.raises(DatabaseError, match=r"none\.db"):
+        store.answer("device", "problem")
