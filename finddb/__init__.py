@@ -1,7 +1,7 @@
 """The FindDB: what was measured, for which problem on which device, and the answers that follow.
 
 A leaf of the package: strings and numbers in and out, nothing of problems, solvers or devices. What speaks SQLAlchemy
-is imported when it is first asked for: look-ups that the shipped databases answer do without.
+is imported when it is first asked for: look-ups in files do without.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from miofind.finddb.answers import Answer, RankedRows
 from miofind.finddb.differences import Change, ChangeKind, differences
-from miofind.finddb.file_version import SCHEMA_VERSION
 from miofind.finddb.layered import LayeredStore, open_layered
 from miofind.finddb.location import (
     MEMORY,
@@ -23,6 +22,7 @@ from miofind.finddb.location import (
 )
 from miofind.finddb.open_files import is_database, is_of_database
 from miofind.finddb.ranking import BEST_PER_SOLVER, ties_of_best, usable_rows, without_solvers
+from miofind.finddb.schema_versions import SCHEMA_VERSION
 from miofind.finddb.store import Store
 from miofind.finddb.validation import MAX_INT, MAX_JSON_CHARS, RefusedEntryError, refusal
 from miofind.finddb.values import (

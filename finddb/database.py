@@ -85,7 +85,7 @@ class Database(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[None]:
-        """It is open for this thread until the block ends, to be asked what it is and for payloads."""
+        """It is open for this thread until the block ends, to be asked what it is, for payloads and for rivals."""
 
     @abstractmethod
     def payload(self, device: str, network_config: str) -> Any:
@@ -98,6 +98,10 @@ class Database(ABC):
         Args:
             first, end: names of problems from the one up to the other, which is not among them.
         """
+
+    @abstractmethod
+    def note(self, key: str) -> str | None:
+        """What it says of itself, such as "release", None where it says nothing; to be asked where it is open."""
 
     @abstractmethod
     def write(self) -> AbstractContextManager[Connection]:

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TextIO
 
 from miofind.errors import DatabaseError, SchemaVersionError
-from miofind.finddb.file_version import SCHEMA_VERSION
+from miofind.finddb.schema_versions import SCHEMA_VERSION
 from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
 from miofind.finddb.values import (
     Comparison,

@@ -18,7 +18,7 @@ from pathlib import Path
 from sqlalchemy import Connection, update
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, file_version, location, migrations, open_files, schema
+from miofind.finddb import entries, file_version, location, migrations, open_files, schema, schema_versions
 from miofind.finddb.sqlite_engine import connect, draw, driver_of
 from miofind.finddb.sqlite_file import (
     check_writable_place,
@@ -82,12 +82,12 @@ def _upgraded(file: Path) -> Upgrade:
         try:
             with connection.begin():  # holds the write lock: the backup is the file just before the upgrade
                 version = file_version.checked_version(driver_of(connection), where)
-                if version == file_version.PACKED_VERSION:
-                    raise file_version.unwritable(where, version)
-                outdated = entries.outdated(connection) if version == file_version.SCHEMA_VERSION else []
-                if version < file_version.SCHEMA_VERSION or outdated:
+                if version == schema_versions.PACKED_VERSION:
+                    raise schema_versions.unwritable(where, version)
+                outdated = entries.outdated(connection) if version == schema_versions.SCHEMA_VERSION else []
+                if version < schema_versions.SCHEMA_VERSION or outdated:
                     backup = _back_up(file, version)
-                if version < file_version.SCHEMA_VERSION:
+                if version < schema_versions.SCHEMA_VERSION:
                     _upgrade_tables(connection, version)
                     outdated = entries.outdated(connection)
                 for problem_id in outdated:
@@ -101,7 +101,7 @@ def _upgraded(file: Path) -> Upgrade:
     return Upgrade(
         database=str(file),
         from_version=version,
-        to_version=file_version.SCHEMA_VERSION,
+        to_version=schema_versions.SCHEMA_VERSION,
         answers=len(outdated),
         backup=backup,
     )
@@ -132,12 +132,12 @@ def _upgraded_server(url: str) -> Upgrade:
 
 
 def _upgrade_tables(connection: Connection, version: int) -> None:
-    for number in range(version, file_version.SCHEMA_VERSION):
-        for statement in file_version.UPGRADES[number]:
+    for number in range(version, schema_versions.SCHEMA_VERSION):
+        for statement in schema_versions.UPGRADES[number]:
             connection.exec_driver_sql(statement)
     table = schema.meta
     connection.execute(
-        update(table).where(table.c.key == "schema_version").values(value=str(file_version.SCHEMA_VERSION))
+        update(table).where(table.c.key == "schema_version").values(value=str(schema_versions.SCHEMA_VERSION))
     )
 
 

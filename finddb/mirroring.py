@@ -22,6 +22,7 @@ from miofind.finddb import entries, file_version, location, schema
 from miofind.finddb.database import BATCH
 from miofind.finddb.legible import legible
 from miofind.finddb.sqlite_database import SqliteFile
+from miofind.finddb.sqlite_engine import driver_of
 from miofind.finddb.validation import checked_history
 from miofind.finddb.values import ProblemKey, canonical_json, from_json
 
@@ -129,7 +130,7 @@ def _seen(connection: Connection, target: SqliteFile) -> _Seen | None:
     Raises:
         DatabaseTargetError: it is no mirror, and holds something.
     """
-    noted = schema.note(connection, file_version.MIRROR)
+    noted = file_version.note(driver_of(connection), file_version.MIRROR)
     if noted is not None:
         with legible():
             return _Seen(**from_json(noted))

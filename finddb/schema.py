@@ -1,4 +1,4 @@
-"""The tables of a FindDB; `file_version` has their versions. Nothing here opens a file or knows a server.
+"""The tables of a FindDB; `schema_versions` has their versions. Nothing here opens a file or knows a server.
 
 `measurement`, `scope` and `verdict` are append-only facts named by content; `answer` is derived from them and can be
 rebuilt. Numbers that name devices and problems are of one file only: everything that leaves it goes by text.
@@ -32,7 +32,7 @@ from sqlalchemy import (
     select,
 )
 
-from miofind.finddb.file_version import PACKED_VERSION, SCHEMA_VERSION
+from miofind.finddb.schema_versions import PACKED_VERSION, SCHEMA_VERSION
 
 _NAME = String().with_variant(String(collation="C"), "postgresql")
 _TEXT = Text().with_variant(Text(collation="C"), "postgresql")
@@ -193,15 +193,14 @@ ANSWER_QUERY = (
     .join(answer, answer.c.problem_id == problem.c.id)
     .where(device.c.identity == bindparam("device"), problem.c.network_config == bindparam("network_config"))
 )
-"""The hot path, where Core's execution costs twice what the query does: `sqlite_database` and `server` give drivers
-its text."""
+"""The hot path, where Core's execution costs twice what the query does: `server` gives its text to the driver, and
+`sqlite_database`, which does without SQLAlchemy's import, has a text of its own."""
 
 
 def create(connection: Connection) -> None:
-    """Create the tables, unless another process has done so meanwhile. Runs in the caller's transaction."""
-    if connection.exec_driver_sql("SELECT 1 FROM sqlite_master").first() is None:
-        metadata.create_all(connection, checkfirst=False)
-        connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
+    """Create the tables in an empty database. Runs in the caller's transaction."""
+    metadata.create_all(connection, checkfirst=False)
+    connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
 
 
 def create_packed(connection: Connection, notes: Mapping[str, str]) -> None:
@@ -209,11 +208,6 @@ def create_packed(connection: Connection, notes: Mapping[str, str]) -> None:
     packed_metadata.create_all(connection, checkfirst=False)
     values = {"schema_version": str(PACKED_VERSION), **notes}
     connection.execute(insert(meta), [{"key": key, "value": value} for key, value in values.items()])
-
-
-def note(connection: Connection, key: str) -> str | None:
-    """What a file says of itself, such as "schema_version"; None where it says nothing."""
-    return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar()
 
 
 def column_findings(connection: Connection, version: int) -> list[str]:

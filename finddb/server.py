@@ -22,7 +22,7 @@ from sqlalchemy.dialects.postgresql.psycopg import dialect as create_dialect
 from sqlalchemy.exc import DBAPIError
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, file_version, location, migrations, schema
+from miofind.finddb import entries, location, migrations, schema, schema_versions
 from miofind.finddb.database import BATCH, Database, T
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.postgresql import GET_IN_THE_WAY, Connector, engine_of, state_of, translated
@@ -80,7 +80,7 @@ class Server(Database):
     packing: HistoryCodec | None = None
     is_immutable = False
     files = 0
-    version = file_version.SCHEMA_VERSION
+    version = schema_versions.SCHEMA_VERSION
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self.where = self.location = location.shown_url(url)
@@ -178,6 +178,11 @@ class Server(Database):
         named = {"device": device, "first": first, "end": end, "status": RIVAL}
         with self.read() as connection:
             return connection.execute(entries.RIVALS_QUERY, named).all()
+
+    def note(self, key: str) -> str | None:
+        """What its tables say of themselves, None where they say nothing."""
+        with self.read() as connection:
+            return connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == key)).scalar()
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

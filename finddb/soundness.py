@@ -11,9 +11,9 @@ from sqlalchemy import ColumnElement, Connection, Executable, Table, func, selec
 
 from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, schema
-from miofind.finddb.file_version import SCHEMA_VERSION
 from miofind.finddb.legible import UnreadableEntryError, checked_text, legible
 from miofind.finddb.packing import HistoryCodec, text_of
+from miofind.finddb.schema_versions import SCHEMA_VERSION
 from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
 from miofind.finddb.values import Entry, History, ProblemKey, Release, Row, Scope, Stats
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miofind.errors import DatabaseError, MiofindError
-from miofind.finddb import file_version, late, location, logs, open_files
+from miofind.finddb import file_version, late, location, logs, open_files, schema_versions
 from miofind.finddb.database import BATCH, Database, T
 from miofind.finddb.legible import UnreadableEntryError, legible
 from miofind.finddb.open_files import FileKey, OpenFile, key_of
@@ -137,7 +137,7 @@ class _Connections:
         self.reading = _Channel()
         self.writing = _Channel(is_writer=True)
         self.file: OpenFile | None = None
-        self.version = file_version.SCHEMA_VERSION
+        self.version = schema_versions.SCHEMA_VERSION
         self.packing: HistoryCodec | None = None
         self.is_immutable = False
         self._name = str(path)  # of a Path, the question takes twice as long
@@ -443,6 +443,12 @@ class SqliteFile(Database):
                 values[place] = bool(values[place]) if values[place] in (0, 1) else values[place]
             yield name, *values
 
+    def note(self, key: str) -> str | None:
+        """What the file says of itself, such as "release", None where it says nothing; where it is open."""
+        driver = self._connections.reading.driver
+        assert driver is not None
+        return file_version.note(driver, key)
+
     def _knows(self, driver: sqlite3.Connection, device: str) -> bool:
         """Whether a file that does not change is of a device: most shipped files are of others."""
         place = (self._files, device)
@@ -564,7 +570,7 @@ class SqliteFile(Database):
             driver = connections.channel(role).driver
         if driver is not None:
             return driver
-        raise file_version.unwritable(self.where, connections.version)
+        raise schema_versions.unwritable(self.where, connections.version)
 
     def _open(self) -> None:
         if self.path is None:
@@ -656,11 +662,12 @@ class SqliteFile(Database):
             use_write_ahead_log(driver)
             writer = self._connections.writing.connected(driver)
             with writer.begin():
-                late.schema.create(writer)
+                if file_version.is_empty(driver):  # unless another process has filled it meanwhile
+                    late.schema.create(writer)
                 logs.draw(driver)
         version = file_version.checked_version(driver, self.where)
         is_mirror = file_version.note(driver, file_version.MIRROR) is not None
-        if version == file_version.SCHEMA_VERSION and (self._mirrors or not is_mirror):
+        if version == schema_versions.SCHEMA_VERSION and (self._mirrors or not is_mirror):
             use_write_ahead_log(driver)
             if logs.drawn_last(file.header) == 0:
                 _mark(driver)
@@ -671,11 +678,11 @@ class SqliteFile(Database):
     def _read_as(self, version: int, reader: LastingConnection) -> None:
         self._connections.version = version
         self._connections.packing = None
-        if version == file_version.PACKED_VERSION:
+        if version == schema_versions.PACKED_VERSION:
             with legible():
                 self._connections.packing = HistoryCodec(file_version.note(reader, "dictionary"))
-        if version < file_version.SCHEMA_VERSION:
-            execute(reader, "PRAGMA temp_store=MEMORY", *file_version.OLDER_AS_THIS[version])
+        if version < schema_versions.SCHEMA_VERSION:
+            execute(reader, "PRAGMA temp_store=MEMORY", *schema_versions.OLDER_AS_THIS[version])
 
     @contextmanager
     def _used(self, role: str) -> Iterator[None]:

@@ -384,8 +384,8 @@ class Store:
 
     def release(self) -> Release | None:
         """What the file says of itself as a release, None if it is none."""
-        with self._database.read() as connection:
-            text = late.schema.note(connection, "release")
+        with self._database.opened():
+            text = self._database.note("release")
             with legible():
                 return None if text is None else Release(**from_json(text))
 

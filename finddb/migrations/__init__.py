@@ -13,7 +13,7 @@ another part of the package, such as the fleet's, get theirs in the same line:
    revisions make.
 
 A server is made by whoever first writes to it, and brought up by `miofind db upgrade --db URL` alone. What needs the
-tables of a revision asks for it by `require`. SQLite files have UPGRADES in `file_version` instead, and no Alembic.
+tables of a revision asks for it by `require`. SQLite files have UPGRADES in `schema_versions` instead, and no Alembic.
 """
 
 from __future__ import annotations

@@ -590,3 +590,14 @@ def test_names_like_paths_are_names(tmp_path, name):
         assert store.history(name, name).verdicts[0].winner == found.candidate
         assert store.check() == ()
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("columns", ["a", "key", "value", "key, a"])
+def test_a_database_with_another_table_of_that_name_is_told_as_something_else(tmp_path: Path, columns: str) -> None:
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
+        connection.execute(f"CREATE TABLE meta ({columns})")
+    with (
+        Store(tmp_path / "other.db", read_only=True) as store,
+        pytest.raises(DatabaseError, match="is a database of something else, not a FindDB: name another file"),
+    ):
+        store.answer(DEVICE, PROBLEM)

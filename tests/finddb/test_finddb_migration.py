@@ -32,8 +32,8 @@ from miofind.finddb import (
     LayeredStore,
     Store,
     entries,
-    file_version,
     migration,
+    schema_versions,
     sqlite_file,
     upgrade,
     write_release,
@@ -242,7 +242,7 @@ def test_a_release_is_made_of_an_older_file(old, tmp_path):
     assert made.rows == {DEVICE: 1, "cpu|2||": 1}
     with Store(tmp_path / "release.db", read_only=True) as store:
         assert store.check() == ()
-        assert store.schema_version == file_version.PACKED_VERSION
+        assert store.schema_version == schema_versions.PACKED_VERSION
 
 
 def test_a_release_is_not_upgraded(old, tmp_path):
@@ -311,8 +311,8 @@ def test_a_disk_that_fills_while_the_backup_is_made(old):
 
 def test_a_failure_after_the_backup_leaves_the_file_and_no_backup(old, monkeypatch):
     before = old.read_bytes()
-    first, *_ = file_version.UPGRADES[1]
-    monkeypatch.setattr(file_version, "UPGRADES", {1: (first, "CREATE TABLE meta (again TEXT)")})
+    first, *_ = schema_versions.UPGRADES[1]
+    monkeypatch.setattr(schema_versions, "UPGRADES", {1: (first, "CREATE TABLE meta (again TEXT)")})
     with pytest.raises(DatabaseError, match="already exists"):
         upgrade(old)
     assert [path.name for path in old.parent.iterdir()] == ["finddb.db"]

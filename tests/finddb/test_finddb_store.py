@@ -40,6 +40,7 @@ from miofind.finddb import (
     environment_id,
     schema,
     sqlite_database,
+    stamps,
     write_release,
 )
 from miofind.finddb.validation import LAST_STAMP
@@ -160,6 +161,7 @@ def test_a_later_row_ranks_as_later_though_the_clock_was_set_back(any_store):
 @pytest.mark.parametrize("clock", ["2026-01-01T00:00:00.000000Z", LAST_STAMP, "2200-01-01T00:00:00.000000Z"])
 def test_at_the_end_of_what_times_can_be_recording_goes_on(any_store, monkeypatch, clock):
     monkeypatch.setattr(entries, "datetime", _Clock(clock))
+    monkeypatch.setattr(stamps, "datetime", _Clock(clock))
     last = {"created_at": LAST_STAMP}
     any_store.record(
         DEVICE, PROBLEM, [row("Old", **last)], scope=scope("Old", **last), verdict=verdict("Old:{}", **last)
