@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from miofind.core.problem import ProblemDescription
 from miofind.driver.line import driver_line
 from miofind.errors import NoSolutionError
+from miofind.find import late
 from miofind.find.immediate.answer import predicted, with_predictions
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
-from miofind.process.forks import loading
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
 
@@ -68,8 +67,8 @@ def find(
             logger.debug("the FindDB has %d solutions: %s", len(hit), problem)
             if is_immediate:
                 return _ordered(with_predictions(hit, options, handle, dynamic_only=dynamic_only), options)
-            if mode is FindMode.TRUST_VERIFY and not _still_holds(hit[0], options, handle):
-                hit = _measured(problem, options, handle, also=hit, ahead=ahead, afresh=True)
+            if mode is FindMode.TRUST_VERIFY and not late.still_holds(hit[0], options, handle):
+                hit = late.measure(problem, options, handle, also=hit, ahead=ahead, afresh=True)
             return _ordered(hit, options)
         if options.on_miss is OnMiss.ERROR:
             raise NoSolutionError(
@@ -85,9 +84,11 @@ def find(
             answer = records.look_up(problem, options, handle, coverage=coverage)
             if answer is None:
                 planned = None if dynamic_only else likeliest
-                answer = _measured(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead, likeliest=planned)
+                answer = late.measure(
+                    problem, options, handle, dynamic_only=dynamic_only, ahead=ahead, likeliest=planned
+                )
         return _ordered(answer, options)
-    return _ordered(_measured(problem, options, handle, ahead=ahead, afresh=True, likeliest=likeliest), options)
+    return _ordered(late.measure(problem, options, handle, ahead=ahead, afresh=True, likeliest=likeliest), options)
 
 
 def _is_immediate(mode: FindMode, options: FindOptions) -> bool:
@@ -100,32 +101,6 @@ def find_mode(options: FindOptions) -> FindMode:
     if options.find_mode is not None:
         return options.find_mode
     return member(FindMode, os.environ.get("MIOFIND_FIND_MODE") or FindMode.HYBRID, "MIOFIND_FIND_MODE")
-
-
-def _measured(
-    problem: ProblemDescription,
-    options: FindOptions,
-    handle: Handle,
-    *,
-    dynamic_only: bool = False,
-    also: Sequence[Solution] = (),
-    ahead: CompilePool | None = None,
-    afresh: bool = False,
-    likeliest: Plan | None = None,
-) -> list[Solution]:
-    """As `measure`, which is imported by those alone who measure."""
-    with loading():
-        from miofind.find.measuring import measure
-    return measure(
-        problem, options, handle, dynamic_only=dynamic_only, also=also, ahead=ahead, afresh=afresh, likeliest=likeliest
-    )
-
-
-def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
-    """As `still_holds`."""
-    with loading():
-        from miofind.find.measuring import still_holds
-    return still_holds(best, options, handle)
 
 
 def _ordered(solutions: list[Solution], options: FindOptions) -> list[Solution]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+import miofind
 from miofind.compiler import CompilePool
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.errors import LaunchError, NoSolutionError, described
 from miofind.launch.invoker import Invoker
-from miofind.process.forks import loading
 from miofind.runtime.solution import Solution
 from miofind.torch.fused.packed_filters import packed_filters
 from miofind.torch.override.calls import COMPUTED_OF, DIRECTION_OF, Unserved, is_depthwise
@@ -208,12 +208,10 @@ def find_missing(problems: Sequence[ProblemDescription], device: Any, flags: Fla
             wanted.append(problem)
     if not wanted or is_capturing(device):
         return
-    with loading():
-        from miofind.api.many import find_many
     try:
         handle = planner.handle_of(device)
         make_room(max(wanted, key=lambda each: each.bytes), device)
-        find_many(
+        miofind.find_many(
             wanted,
             options=replace(planner.settings.options(deterministic=flags.deterministic), likely=True),
             handle=handle,

@@ -22,7 +22,6 @@ from torch_layer.inductor.compiled_graphs import Compiled, convolution_pass
 
 import miofind.torch
 from miofind import FindOptions, Handle
-from miofind.api import many
 from miofind.api.many import find_many
 from miofind.core.problem import ProblemDescription
 from miofind.finddb import MEMORY
@@ -615,7 +614,7 @@ def test_what_a_graph_lacks_is_found_at_once(own_handle: Handle, monkeypatch: py
         asked.append((problems, options.likely, handle))
         return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(many, "find_many", noted)
+    monkeypatch.setattr(miofind, "find_many", noted)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
     model = prepared(Block(lambda y, x: torch.relu(y + x), norm=True))
     x = torch.randn(2, 4, 7, 3)
@@ -642,7 +641,7 @@ def test_what_stays_pytorchs_own_is_found_at_once_too_in_the_format_that_it_runs
         asked.extend(problems)
         return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(many, "find_many", noted)
+    monkeypatch.setattr(miofind, "find_many", noted)
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: prefers_last)
     if not prefers_last:  # else Inductor would turn them, which is not asked here
         monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
@@ -675,7 +674,7 @@ def test_what_pytorch_is_faster_at_fused_is_found_at_once_as_the_convolution_tha
         asked.append([problem.epilogue.text for problem in problems])
         return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(many, "find_many", noted)
+    monkeypatch.setattr(miofind, "find_many", noted)
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
 
@@ -720,7 +719,7 @@ def test_what_stays_of_one_dimension_is_asked_for_as_it_runs(
         asked.extend(problems)
         return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(many, "find_many", noted)
+    monkeypatch.setattr(miofind, "find_many", noted)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
     convolution, x = nn.Conv1d(3, 5, 3, bias=False), torch.randn(2, 19, 3)
     with miofind.torch.use("find", handle=own_handle, devices="cpu"), torch.no_grad():
@@ -756,7 +755,7 @@ def test_nothing_is_found_at_once_where_misses_are_not_measured_or_finding_fails
     def fails(*_: Any, **__: Any) -> Any:
         raise ValueError("a solver's own error")
 
-    monkeypatch.setattr(many, "find_many", fails)
+    monkeypatch.setattr(miofind, "find_many", fails)
     model = prepared(Block(lambda y, x: torch.relu(y), norm=False, bias=True))
     x = torch.randn(2, 4, 3, 7)
     with torch.no_grad():
