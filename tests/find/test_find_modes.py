@@ -10,6 +10,7 @@ import pytest
 import miofind
 from miofind.device.environment import versions
 from miofind.errors import NoSolutionError
+from miofind.evaluate.evaluate import Job
 from miofind.evaluate.executors import InProcess
 from miofind.find.lookup import validity
 from miofind.finddb import Row
@@ -46,6 +47,20 @@ def test_dynamic_hybrid_takes_a_hit_as_it_is(handle: miofind.Handle, monkeypatch
     monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
     options = miofind.FindOptions(find_mode="dynamic_hybrid")
     assert _Static.id in {s.solver_id for s in miofind.find_solutions(PROBLEM, options=options, handle=handle)}
+
+
+def test_dynamic_hybrid_takes_what_it_found_before(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for all solvers finds that some are missing."""
+    options = miofind.FindOptions(find_mode="dynamic_hybrid")
+    found = [s.id for s in miofind.find_solutions(PROBLEM, options=options, handle=handle)]
+    handle.forget()
+    measured: list[Job] = []
+    real = InProcess.run
+    monkeypatch.setattr(InProcess, "run", lambda self, job: measured.append(job) or real(self, job))
+    assert [s.id for s in miofind.find_solutions(PROBLEM, options=options, handle=handle)] == found
+    assert measured == []
+    miofind.find_solutions(PROBLEM, handle=handle)
+    assert measured != []
 
 
 @pytest.mark.parametrize("status", ["wrong_result", "crashed", "launch_failed"])
