@@ -110,6 +110,11 @@ class _Channel:
         if self.driver is not None:
             self.driver.take_back()
 
+    def end_left_behind(self) -> None:
+        """End what is being read, where Ctrl-C met the giving up of what it had interrupted."""
+        if self.driver is not None and self.driver.in_transaction:
+            self.driver.take_back()
+
     def end(self) -> None:
         """Close both. Harmless when repeated."""
         self.give_up()
@@ -422,6 +427,8 @@ class SqliteFile(Database):
         with translated(self.where), self._used("reader"):
             if not self._connections.is_open:
                 self._opened_driver("reader")
+            elif self._uses.depth == 1 and self.path is not None:
+                self._connections.reading.end_left_behind()
             yield
 
     def payload(self, device: str, network_config: str) -> Any:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import StatementError
 
 from miofind.finddb import LayeredStore, Store, open_files
 from miofind.finddb.sqlite_engine import connect
-from miofind.finddb.sqlite_file import open_file
+from miofind.finddb.sqlite_file import LastingConnection, open_file
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -229,3 +229,30 @@ def test_a_use_that_ends_late_hides_no_replacement(tmp_path: Path) -> None:
         inner.__exit__(None, None, None)
         new.replace(path)
         assert [key.network_config for key in store.problems()] == [OTHER]
+
+
+def test_look_ups_are_of_the_present_after_ctrl_c_in_the_giving_up_of_an_interrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, interrupted = tmp_path / "finddb.db", []
+
+    def never_taken_back(driver: LastingConnection) -> None:
+        interrupted.append(driver)
+        raise KeyboardInterrupt
+
+    def interrupt(patch: pytest.MonkeyPatch) -> None:
+        with store._database.snapshot() as connection:
+            connection.exec_driver_sql("SELECT count(*) FROM answer").all()
+            patch.setattr(LastingConnection, "take_back", never_taken_back)
+            raise KeyboardInterrupt
+
+    with Store(path) as writing, Store(path) as store:
+        writing.record(DEVICE, PROBLEM, [row("ConvOld")])
+        assert store.problems()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt(patch)
+        assert interrupted[0].in_transaction, "or the test shows nothing"
+        writing.record(DEVICE, PROBLEM, [row("ConvNew")])
+        answer = store.answer(DEVICE, PROBLEM)
+        assert answer is not None
+        assert {each.solver_id for each in answer.rows} == {"ConvOld", "ConvNew"}
