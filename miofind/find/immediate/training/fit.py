@@ -227,10 +227,13 @@ class Training:
 
     def _reach(self, groups: Sequence[Sequence[Lesson]]) -> float:
         """How far most held-out problems lie from the nearest one of another group."""
+        positions = [_positions(held) for held in groups]
+        every = np.concatenate(positions)
+        group_of = np.repeat(np.arange(len(groups)), [len(of_group) for of_group in positions])
         apart: list[float] = []
-        for place, held in enumerate(groups):
-            others = _positions([lesson for at, other in enumerate(groups) if at != place for lesson in other])
-            apart += [float(np.abs(others - each).max(axis=1).min()) for each in _positions(held)]
+        for each, held in zip(every, group_of, strict=True):
+            others = every[group_of != held]
+            apart.append(float(np.abs(others - each).max(axis=1).min()))
         return round(float(np.quantile(apart, _REACH_QUANTILE)), 4)
 
     def _times(self, ranker: Ranker, lessons: Iterable[Lesson]) -> dict[str, list[float]]:
