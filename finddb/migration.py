@@ -18,8 +18,8 @@ from pathlib import Path
 from sqlalchemy import Connection, update
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, file_version, location, migrations, open_files, schema, schema_versions
-from miofind.finddb.sqlite_engine import connect, draw, driver_of
+from miofind.finddb import entries, file_version, location, logs, migrations, open_files, schema, schema_versions
+from miofind.finddb.sqlite_engine import connect, driver_of
 from miofind.finddb.sqlite_file import (
     check_writable_place,
     execute,
@@ -93,7 +93,7 @@ def _upgraded(file: Path) -> Upgrade:
                 for problem_id in outdated:
                     entries.rebuild(connection, problem_id)
                 if backup is not None:
-                    draw(connection)
+                    logs.draw(driver_of(connection))
         except BaseException:
             if backup is not None:
                 backup.unlink(missing_ok=True)

@@ -157,6 +157,12 @@ class _Connections:
         return self.reading.connection if self.is_open else None
 
     @property
+    def reading_driver(self) -> LastingConnection:
+        """The driver's connection that reads, of what is open."""
+        assert self.reading.driver is not None
+        return self.reading.driver
+
+    @property
     def writer(self) -> Connection | None:
         """What writes, None where that is yet to be made, or cannot be."""
         return self.writing.connection if self.is_open else None
@@ -433,8 +439,7 @@ class SqliteFile(Database):
 
     def payload(self, device: str, network_config: str) -> Any:
         """What is stored as the answer to a problem, None where nothing is; to be asked where the file is open."""
-        driver = self._connections.reading.driver
-        assert driver is not None
+        driver = self._connections.reading_driver
         if self.is_immutable and not self._knows(driver, device):
             return None
         found = driver.execute(ANSWER_SQL, {"device": device, "network_config": network_config}).fetchone()
@@ -442,8 +447,7 @@ class SqliteFile(Database):
 
     def rivals(self, device: str, first: str, end: str) -> Iterator[Sequence[Any]]:
         """The name of the problem and the values of each row of a rival, of problems from `first` to before `end`."""
-        driver = self._connections.reading.driver
-        assert driver is not None
+        driver = self._connections.reading_driver
         named = {"device": device, "first": first, "end": end, "status": RIVAL}
         for name, *values in driver.execute(RIVALS_SQL, named).fetchall():
             for place in _FLAGS:  # SQLite has 0 and 1
@@ -452,9 +456,7 @@ class SqliteFile(Database):
 
     def note(self, key: str) -> str | None:
         """What the file says of itself, such as "release", None where it says nothing; where it is open."""
-        driver = self._connections.reading.driver
-        assert driver is not None
-        return file_version.note(driver, key)
+        return file_version.note(self._connections.reading_driver, key)
 
     def _knows(self, driver: sqlite3.Connection, device: str) -> bool:
         """Whether a file that does not change is of a device: most shipped files are of others."""

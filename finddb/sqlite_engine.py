@@ -13,7 +13,6 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from miofind.finddb import logs
 from miofind.finddb.sqlite_file import begin_immediate
 from miofind.process.forks import loading
 
@@ -64,8 +63,3 @@ def give_up(connection: Connection) -> None:
     with suppress(SQLAlchemyError, sqlite3.Error):  # of a transaction that something has broken off
         connection.invalidate()
         connection.close()
-
-
-def draw(connection: Connection) -> None:
-    """Give the connection's transaction the number by which a log is known as that of its database."""
-    logs.draw(driver_of(connection))

@@ -32,7 +32,7 @@ class LateNames:
         home = self._home_of.get(name)
         if home is None:
             return self._module(name)
-        value = getattr(_imported(home), name)
+        value = getattr(imported(home), name)
         setattr(sys.modules[self._package], name, value)
         return value
 
@@ -46,11 +46,12 @@ class LateNames:
             raise AttributeError(told)
         module = f"{self._package}.{name}"
         try:
-            return _imported(module)
+            return imported(module)
         except ModuleNotFoundError as error:
             raise AttributeError(told if error.name == module else f"{told}: {error}") from error
 
 
-def _imported(module: str) -> Any:
+def imported(module: str) -> Any:
+    """A module that is imported late: forks wait, and nobody searches for garbage meanwhile."""
     with loading(), without_garbage_collection():
         return importlib.import_module(module)

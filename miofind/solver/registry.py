@@ -23,6 +23,7 @@ from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, UnknownSolverError, described, raise_if_interrupted, suggestion
 from miofind.process.forks import loading
 from miofind.process.garbage import without_garbage_collection
+from miofind.process.late_names import imported
 from miofind.solver.facts import SolverFacts, fingerprint, read_index, write_index
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 
@@ -135,9 +136,8 @@ class Registry(Mapping[str, Solver]):
 
     def _import(self, facts: SolverFacts) -> Solver:
         """A solver of the index, from its module."""
-        with loading(), without_garbage_collection():
-            for solver in _named(importlib.import_module(facts.module)):
-                self._solvers.setdefault(solver.id, solver)
+        for solver in _named(imported(facts.module)):
+            self._solvers.setdefault(solver.id, solver)
         return self._solvers[facts.id]
 
     __eq__ = object.__eq__
