@@ -5,13 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.processes.forks import in_a_fork
+from helpers.processes.waiting import LIMIT_S
 
-from miofind.process.garbage import without_garbage_collection, without_what_is_loaded
+from miofind.device import device
+from miofind.process import garbage
+from miofind.process.garbage import (
+    with_rare_garbage_collection,
+    without_garbage_collection,
+    without_what_is_loaded,
+)
 from miofind.solver.registry import Registry
 
 
@@ -24,8 +35,10 @@ class _Cycle:
 def nothing_frozen() -> Iterator[None]:
     """As at a program's beginning."""
     gc.unfreeze()
+    threshold = gc.get_threshold()
     yield
     gc.unfreeze()
+    gc.set_threshold(*threshold)
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
@@ -58,6 +71,27 @@ def test_solvers_are_imported_without_a_search_for_garbage(monkeypatch: pytest.M
     assert gc.isenabled()
 
 
+CUPY = """
+import gc, types
+was_enabled = gc.isenabled()
+cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError))
+"""
+
+
+def test_cupy_is_imported_without_a_search_for_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It makes so many objects that the first search among all falls into a program's first result."""
+    (tmp_path / "cupy.py").write_text(CUPY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(device, "has_cupy", lambda: True)
+    try:
+        assert device.cuda_device_count() == 1
+        assert sys.modules["cupy"].was_enabled is False
+        assert gc.isenabled()
+    finally:
+        sys.modules.pop("cupy", None)
+
+
 def test_what_was_there_is_looked_at_again_afterwards() -> None:
     before, left_over = _Cycle(), _Cycle()
     there = weakref.ref(left_over)
@@ -80,3 +114,88 @@ def test_what_the_program_froze_itself_stays_frozen() -> None:
     with without_what_is_loaded(), without_what_is_loaded():
         pass
     assert gc.get_freeze_count() == frozen
+
+
+def _made_objects(count: int) -> list[list[object]]:
+    return [[] for _ in range(count)]
+
+
+def test_searches_are_rare_in_a_block_and_as_frequent_as_before_behind_it() -> None:
+    usual, searches = gc.get_threshold(), []
+
+    def noted(phase: str, info: dict[str, int]) -> None:
+        searches.append(info["generation"])
+
+    gc.callbacks.append(noted)
+    try:
+        with contextlib.suppress(ZeroDivisionError), with_rare_garbage_collection(), with_rare_garbage_collection():
+            kept = _made_objects(garbage._RARE // 2)
+            within = len(searches)
+            _ = 1 / 0
+        assert gc.get_threshold() == usual
+        kept += _made_objects(20 * usual[0])
+        assert within <= 2  # of which one is of what was there before
+        assert len(searches) > within + 2
+    finally:
+        gc.callbacks.remove(noted)
+
+
+def test_garbage_is_found_in_a_long_block() -> None:
+    with with_rare_garbage_collection():
+        left_over = weakref.ref(_Cycle())
+        kept = _made_objects(3 * garbage._RARE)
+        assert left_over() is None
+    assert kept
+
+
+@pytest.mark.parametrize("own", [0, 200_000])
+def test_a_program_that_has_set_how_often_keeps_it(own: int) -> None:
+    gc.set_threshold(own)
+    with with_rare_garbage_collection():
+        assert gc.get_threshold()[0] == own
+    assert gc.get_threshold()[0] == own
+
+
+def test_what_a_program_sets_meanwhile_stays() -> None:
+    with with_rare_garbage_collection():
+        gc.set_threshold(123, 4, 5)
+    assert gc.get_threshold()[0] == 123
+
+
+def test_searches_stay_rare_until_the_last_thread_is_done() -> None:
+    usual, begun, go_on = gc.get_threshold()[0], threading.Event(), threading.Event()
+
+    def in_a_block() -> None:
+        with with_rare_garbage_collection():
+            begun.set()
+            go_on.wait(LIMIT_S)
+
+    thread = threading.Thread(target=in_a_block)
+    with with_rare_garbage_collection():
+        thread.start()
+        assert begun.wait(LIMIT_S)
+    assert gc.get_threshold()[0] == garbage._RARE
+    go_on.set()
+    thread.join(LIMIT_S)
+    assert gc.get_threshold()[0] == usual
+
+
+def test_a_forked_child_ends_blocks_of_threads_that_it_has_not() -> None:
+    usual, begun, go_on = gc.get_threshold()[0], threading.Event(), threading.Event()
+
+    def in_a_block() -> None:
+        with with_rare_garbage_collection():
+            begun.set()
+            go_on.wait(LIMIT_S)
+
+    def searches_as_ever() -> None:
+        assert gc.get_threshold()[0] == usual
+
+    thread = threading.Thread(target=in_a_block)
+    thread.start()
+    assert begun.wait(LIMIT_S)
+    try:
+        assert in_a_fork(searches_as_ever) == 0
+    finally:
+        go_on.set()
+        thread.join(LIMIT_S)

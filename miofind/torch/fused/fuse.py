@@ -22,7 +22,7 @@ from torch.fx.proxy import TraceError
 
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, MiofindError, brief
-from miofind.process.garbage import without_what_is_loaded
+from miofind.process.garbage import with_rare_garbage_collection, without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
 from miofind.torch.fused.computed_weights import Constants, call_as_modules, calls_convolution, free_name
 from miofind.torch.fused.constants import keep_constants
@@ -116,7 +116,13 @@ def fuse(model: Any) -> Any:
     if is_compiled(model):
         return model.dynamo_ctx(fuse(model._orig_mod))
     # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
-    with without_what_is_loaded(), _no_autocast(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        without_what_is_loaded(),
+        with_rare_garbage_collection(),
+        _no_autocast(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         copied = _copied(model)
         work = _Work(copied, References(copied))
         made = _fused(copied, "", work)

@@ -32,6 +32,7 @@ from miofind.errors import (
 from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import records
 from miofind.options import FindOptions, OnMiss
+from miofind.process.garbage import with_rare_garbage_collection
 from miofind.runtime.background import PendingKernels
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
@@ -256,6 +257,7 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
+    @with_rare_garbage_collection()
     def planned(self, arguments: Arguments, wanted: Sequence[str], state: tuple[Any, ...]) -> Plan:
         """The plan of a call.
 
