@@ -22,7 +22,7 @@ from miofind.solver.registry import inner_id
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
-MOST_RANKED = 16
+MOST_RANKED = 10
 """Candidates of a problem that trees are asked of: those that the table has first."""
 
 _STEP = 1e-6

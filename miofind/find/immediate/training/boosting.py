@@ -17,7 +17,7 @@ TREES = 200
 _LABELS = 30
 _PARAMETERS: dict[str, object] = {
     "num_leaves": 127,
-    "max_depth": 14,
+    "max_depth": 10,
     "learning_rate": 0.1,
     "min_data_in_leaf": 5,
     "feature_fraction": 0.8,
