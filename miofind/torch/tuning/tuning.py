@@ -81,7 +81,7 @@ def tune(
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
         options: of each find; the likeliest candidates alone, for as long as they take, if left out.
-            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem, and of
+            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 3 a problem, and of
             those that together take least, a seventh of the network's time, instead of 2.
         compare: on a GPU, time what the override in force (or `enable` as it is) runs of each problem beside PyTorch,
             whose own kernel then runs what it is faster at, in this process and in later ones that have its FindDB:
