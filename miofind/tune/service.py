@@ -6,9 +6,8 @@ on where it was.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from miofind.compiler import CompilePool
@@ -91,41 +90,33 @@ def tune(
     """
     for handle in handles:
         options.find.check_names(handle.registry)
+        handle.database.user.add(())  # refuses now, not after the first problem
     if len(handles) > 1 and any(handle.database.user.in_memory for handle in handles):
         raise DatabaseError("processes on several devices share no FindDB in memory: name a file or a server")
     tasks = tasks_of(requests, handles, options, light_share)
     queue = TaskQueue(tasks, seconds=options.stop_after_s)
     log = _Log(tasks, on_event)
+    on_event(TuneBegan(devices=tuple(handle.device for handle in handles), tasks=tasks))
     interrupted = False
-    with contextlib.ExitStack() as stack:
-        alone = None
+    try:
         if len(handles) == 1:
-            alone = stack.enter_context(_worker(handles[0], options, queue, pool, log))
-            alone.begin()  # what compiles need not wait for a FindDB to be opened
-        for handle in handles:
-            handle.database.user.add(())  # refuses now, not after the first problem
-        on_event(TuneBegan(devices=tuple(handle.device for handle in handles), tasks=tasks))
-        try:
-            if alone is not None:
-                alone.run()
-            else:
-                _run_processes(DeviceProcesses(handles, options, queue, compiles=pool is not None), log)
-        except KeyboardInterrupt:
-            interrupted = True
+            _run_alone(handles[0], options, queue, pool, log)
+        else:
+            processes = DeviceProcesses(handles, options, queue, compiles=pool is not None)
+            _run_processes(processes, log)
+    except KeyboardInterrupt:
+        interrupted = True
     return log.summary(requests, interrupted=interrupted, out_of_time=queue.out_of_time)
 
 
-@contextlib.contextmanager
-def _worker(
-    handle: Handle, options: TuneOptions, queue: TaskQueue, pool: CompilePool | None, log: _Log
-) -> Iterator[Worker]:
-    """A worker of this thread."""
+def _run_alone(handle: Handle, options: TuneOptions, queue: TaskQueue, pool: CompilePool | None, log: _Log) -> None:
+    """Run a worker in this thread."""
     precompiler = None
     if pool is not None:
         precompiler = Precompiler(pool, options, defers=not options.find.searches)
         queue.defer(lambda task: precompiler.is_preparing(task.request.problem), precompiler.depth)
     try:
-        yield Worker(0, handle, options, queue, precompiler=precompiler, tell=log.take)
+        Worker(0, handle, options, queue, precompiler=precompiler, tell=log.take).run()
     finally:
         if precompiler is not None:
             precompiler.close()

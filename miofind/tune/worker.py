@@ -88,14 +88,6 @@ class Worker:
         self._precompiler = precompiler
         self._tell = tell
 
-    def begin(self) -> None:
-        """Begin to compile, where problems are deferred until they are: `run` does it where nobody has.
-
-        The first of all, too: the worker's thread would plan it against the one that prepares.
-        """
-        if self._precompiler is not None and self._precompiler.defers:
-            self._prepare(self._handle.device.identity)
-
     def run(self) -> None:
         """Work until the queue gives no more or the device is lost.
 
@@ -103,7 +95,8 @@ class Worker:
             DatabaseError, MissingEnvironmentError: what would fail every problem.
         """
         kind = self._handle.device.identity
-        self.begin()
+        if self._precompiler is not None and self._precompiler.defers:
+            self._prepare(kind)  # the first of all, too: this thread would plan it against the one that prepares
         while (task := self._queue.take(kind)) is not None:
             self._tell(TuneStarted(device=self.number, task=task))
             self._prepare(kind)

@@ -22,7 +22,6 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Outcome
 from miofind.suites import SuiteProblem
-from miofind.tune.precompiler import Precompiler
 from miofind.tune.service import (
     TuneBegan,
     TuneEnd,
@@ -217,39 +216,10 @@ def test_a_database_that_cannot_be_written_is_refused_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
-    damaged, events = tmp_path / "damaged.db", list[TuneEvent]()
+    damaged = tmp_path / "damaged.db"
     damaged.write_bytes(b"no database" * 1000)
-    with (
-        CompilePool(workers=1) as pool,
-        Handle("cpu", database=damaged, strict=True) as handle,
-        pytest.raises(DatabaseError, match=r"damaged\.db"),
-    ):
-        tune(REQUESTS, [handle], OPTIONS, events.append, pool=pool)
-    assert not events
-
-
-def test_kernels_are_begun_before_the_database_is_opened(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To open it takes as long as to compile a small kernel."""
-    order: list[str] = []
-
-    def noting(place: Any, name: str) -> None:
-        real = getattr(place, name)
-
-        def noted(*arguments: Any, **named: Any) -> Any:
-            order.append(name)
-            return real(*arguments, **named)
-
-        monkeypatch.setattr(place, name, noted)
-
-    noting(Precompiler, "prepare")
-    noting(Store, "add")
-    noting(Precompiler, "close")
-    with CompilePool(workers=1) as pool:
-        summary = tune(REQUESTS, [handle], OPTIONS, pool=pool)
-    assert statuses(summary) == [TuneStatus.TUNED] * 3
-    first = order.index("add")
-    assert order[:first] == ["prepare"] * 3
-    assert order[-1] == "close"
+    with Handle("cpu", database=damaged, strict=True) as handle, pytest.raises(DatabaseError, match=r"damaged\.db"):
+        tune(REQUESTS, [handle], OPTIONS)
 
 
 def test_heavy_and_frequent_problems_come_first(handle: Handle) -> None:
