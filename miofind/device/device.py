@@ -19,7 +19,7 @@ from numbers import Integral
 
 from miofind.core.problem import DataType, MathMode
 from miofind.errors import ForkedProcessError, MissingLibraryError, NoDeviceError, brief
-from miofind.process.garbage import without_garbage_collection
+from miofind.process.late_names import imported
 from miofind.text.printable import printable_name
 
 logger = logging.getLogger(__name__)
@@ -270,8 +270,7 @@ def cuda_device_count() -> int:
     require_cupy()
     check_fork()
     try:
-        with without_garbage_collection():
-            import cupy
+        cupy = imported("cupy")
     except Exception as error:  # a damaged installation may raise anything; CuPy makes its cache folder on import
         raise MissingLibraryError(
             f"CuPy is installed but cannot be imported ({type(error).__name__}: {error}): repair it, or, where its "

@@ -122,7 +122,7 @@ def likely_places(candidates: Sequence[tuple[str, float]]) -> list[int]:
     """The places of the candidates that are measured.
 
     Those of one solver are predicted well beside each other, those of different solvers less so: behind the first few
-    the first of each other solver comes before what else is near. Forms with a pass count as their solvers.
+    the first of another solver comes before what else is near. Forms with a pass count as their solvers.
 
     Args:
         candidates: solver and predicted time of each, the least first.

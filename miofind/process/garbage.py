@@ -1,4 +1,4 @@
-"""Python's search for garbage, which stops every thread for a quarter of a second where PyTorch is loaded."""
+"""Python's search for garbage, which stops every thread for 0.1 s and more where PyTorch is loaded."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ class _RareSearches:
                 self._end_all()
 
     def _end_all(self) -> None:
-        if self._usual and gc.get_threshold()[0] == _RARE:  # else the program has set another one meanwhile
-            gc.set_threshold(self._usual)
-        self._blocks = self._usual = 0
+        usual, self._usual = self._usual, 0
+        self._blocks = 0
+        if usual and gc.get_threshold()[0] == _RARE:  # else the program has set another one meanwhile
+            gc.set_threshold(usual)
 
 
 _rare_searches = _RareSearches()
@@ -87,11 +88,12 @@ _rare_searches = _RareSearches()
 def with_rare_garbage_collection() -> Iterator[None]:
     """Has garbage looked for rarely until the block ends, in all threads: for what makes more objects than garbage.
 
-    Every eleventh search among the new objects is one among those that came since, every eleventh of these one among
-    all, which takes 0.15 s where PyTorch and CuPy are loaded: without this it falls into a program's first result.
+    Some searches are among all objects, by how many there were before: with PyTorch and CuPy loaded one takes 0.13 s,
+    and without this one falls into a program's first result. Nothing is to be measured in such a block: finds take
+    seconds, in which other threads leave garbage.
     """
-    _rare_searches.begin()
     try:
+        _rare_searches.begin()
         yield
     finally:
         _rare_searches.end()

@@ -84,6 +84,7 @@ def test_cupy_is_imported_without_a_search_for_garbage(monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(device, "has_cupy", lambda: True)
+    monkeypatch.setattr(device, "check_fork", lambda: None)  # it would keep this process's number
     try:
         assert device.cuda_device_count() == 1
         assert sys.modules["cupy"].was_enabled is False
@@ -159,7 +160,25 @@ def test_a_program_that_has_set_how_often_keeps_it(own: int) -> None:
 def test_what_a_program_sets_meanwhile_stays() -> None:
     with with_rare_garbage_collection():
         gc.set_threshold(123, 4, 5)
+        with with_rare_garbage_collection():
+            assert gc.get_threshold()[0] == 123
     assert gc.get_threshold()[0] == 123
+
+
+def test_an_interrupted_beginning_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, real = gc.get_threshold()[0], gc.set_threshold
+
+    def interrupted(*numbers: int) -> None:
+        monkeypatch.undo()
+        real(*numbers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "set_threshold", interrupted)
+    with pytest.raises(KeyboardInterrupt), with_rare_garbage_collection():
+        pytest.fail("it was not interrupted")
+    assert gc.get_threshold()[0] == usual
+    with with_rare_garbage_collection():
+        assert gc.get_threshold()[0] == garbage._RARE
 
 
 def test_searches_stay_rare_until_the_last_thread_is_done() -> None:
@@ -199,3 +218,19 @@ def test_a_forked_child_ends_blocks_of_threads_that_it_has_not() -> None:
     finally:
         go_on.set()
         thread.join(LIMIT_S)
+
+
+def test_a_forked_child_ends_the_block_that_it_was_forked_in_once_more() -> None:
+    usual = gc.get_threshold()[0]
+
+    def goes_on_in_the_child() -> None:
+        assert gc.get_threshold()[0] == usual
+        garbage._rare_searches.end()
+        assert gc.get_threshold()[0] == usual
+        with with_rare_garbage_collection():
+            assert gc.get_threshold()[0] == garbage._RARE
+        assert gc.get_threshold()[0] == usual
+
+    with with_rare_garbage_collection():
+        assert in_a_fork(goes_on_in_the_child) == 0
+        assert gc.get_threshold()[0] == garbage._RARE

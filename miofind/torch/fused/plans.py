@@ -17,7 +17,6 @@ from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.tensor import Layout
 from miofind.errors import LaunchError
 from miofind.process.forks import ForkedLock
-from miofind.process.garbage import with_rare_garbage_collection
 from miofind.torch import direct
 from miofind.torch.direct import DirectCalls, DirectLaunch, MadeTensor
 from miofind.torch.fused import unfused
@@ -350,7 +349,6 @@ def _form(tensor: Any) -> Any:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
 
 
-@with_rare_garbage_collection()
 def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, ...]) -> Plan:
     plan = Plan(call, override, switches)
     part = plan.part

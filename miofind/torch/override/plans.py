@@ -257,7 +257,6 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    @with_rare_garbage_collection()
     def planned(self, arguments: Arguments, wanted: Sequence[str], state: tuple[Any, ...]) -> Plan:
         """The plan of a call.
 
@@ -366,7 +365,8 @@ class Planner:
             raise Unserved("problems are only recorded")
         handle = self.handle_of(device)
         options = settings.options(deterministic=flags.deterministic)
-        found = records.look_up(problem, options, handle, queue=handle.database.is_recorded)
+        with with_rare_garbage_collection():
+            found = records.look_up(problem, options, handle, queue=handle.database.is_recorded)
         if found is None:
             part.is_missing = True
             found = self._missed(part, options, handle, device, measures=settings.measures(flags))
@@ -384,7 +384,8 @@ class Planner:
             return find_solutions(problem, options=replace(options, on_miss=OnMiss.ERROR), handle=handle)
         if self.settings.on_miss is MissPolicy.ESTIMATE:
             estimate = replace(options, on_miss=OnMiss.ESTIMATE)
-            return find_solutions(problem, options=estimate, handle=handle)
+            with with_rare_garbage_collection():
+                return find_solutions(problem, options=estimate, handle=handle)
         if not measures:
             raise Unserved("no FindDB has an answer to it")
         if is_capturing(device):

@@ -192,7 +192,7 @@ _LIGHT_SHARE = 0.15
 _EARLY_COMPILERS = 16
 """Processes that compile and are started before there is a step: each takes 40 MB, and more start with the steps.
 
-With 15 of them ResNet-50's first result came half a second earlier than with 8, of six.
+On the 16 cores of an H200's host, with 15 of them, ResNet-50's first result took 5.0 to 5.8 s, with 8 6.0 to 6.4.
 """
 
 _building: list[subprocess.Popen[bytes]] = []
