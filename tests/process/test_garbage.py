@@ -165,20 +165,24 @@ def test_what_a_program_sets_meanwhile_stays() -> None:
     assert gc.get_threshold()[0] == 123
 
 
-def test_an_interrupted_beginning_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, real = gc.get_threshold()[0], gc.set_threshold
+@pytest.mark.parametrize("function", ["begin", "end"])
+def test_what_an_interrupt_leaves_is_put_right_by_the_next_block(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, real = gc.get_threshold()[0], getattr(garbage._rare_searches, function)
 
-    def interrupted(*numbers: int) -> None:
+    def interrupted(block: object) -> None:
         monkeypatch.undo()
-        real(*numbers)
+        if function == "begin":
+            real(block)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gc, "set_threshold", interrupted)
+    monkeypatch.setattr(garbage._rare_searches, function, interrupted)
     with pytest.raises(KeyboardInterrupt), with_rare_garbage_collection():
-        pytest.fail("it was not interrupted")
-    assert gc.get_threshold()[0] == usual
+        pass
     with with_rare_garbage_collection():
         assert gc.get_threshold()[0] == garbage._RARE
+    assert gc.get_threshold()[0] == usual
 
 
 def test_searches_stay_rare_until_the_last_thread_is_done() -> None:
@@ -225,12 +229,16 @@ def test_a_forked_child_ends_the_block_that_it_was_forked_in_once_more() -> None
 
     def goes_on_in_the_child() -> None:
         assert gc.get_threshold()[0] == usual
-        garbage._rare_searches.end()
+        garbage._rare_searches.end(block)
         assert gc.get_threshold()[0] == usual
         with with_rare_garbage_collection():
             assert gc.get_threshold()[0] == garbage._RARE
         assert gc.get_threshold()[0] == usual
 
-    with with_rare_garbage_collection():
+    block = garbage._Block()
+    garbage._rare_searches.begin(block)
+    try:
         assert in_a_fork(goes_on_in_the_child) == 0
         assert gc.get_threshold()[0] == garbage._RARE
+    finally:
+        garbage._rare_searches.end(block)

@@ -123,8 +123,8 @@ class Ranker:
         # Times are those of the one forest, in the order of both; what has equal ones keeps that order.
         times_ms = 2.0 ** np.sort(logs) * (1 + _STEP * np.arange(len(logs)))
         found = {ordered[place]: time_ms for place, time_ms in zip(order.tolist(), times_ms.tolist(), strict=True)}
-        last = float(times_ms[-1])
-        return found | {place: max(last, guesses[place].table_ms) for place in ordered[MOST_RANKED:]}
+        last, rest = float(times_ms[-1]), enumerate(ordered[MOST_RANKED:], 1)
+        return found | {place: max(last * (1 + _STEP * behind), guesses[place].table_ms) for behind, place in rest}
 
     def _calibrated(self, times: Sequence[float], calibration: Calibration) -> list[Prediction]:
         """Predictions, each as sure as it is ahead of the best other one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from helpers.runs.immediate_models import H200, NEAR, small_model
 
@@ -12,7 +13,7 @@ from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.find.immediate.features import Columns, Guess, feature_names, parameters, problem_features
 from miofind.find.immediate.kinds import Kind
-from miofind.find.immediate.model import Model
+from miofind.find.immediate.model import Model, Trees
 from miofind.find.immediate.ranker import Estimated, Prediction, Ranker
 from miofind.find.immediate.table import LEAST_PROBLEMS, Ratio, Table
 from miofind.solver.registry import Registry, composed
@@ -86,6 +87,16 @@ def test_more_candidates_than_trees_are_asked_of_keep_an_order() -> None:
     times = [each.time_ms for each in found]
     assert times == sorted(times)
     assert all(math.isfinite(time_ms) and time_ms > 0 for time_ms in times)
+
+
+def test_candidates_that_trees_are_not_asked_of_come_behind_the_others_by_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Trees, "sums", lambda _, rows: (np.full(len(rows), 6.0), np.zeros(len(rows))))
+    many = [Estimated(MMA, Config.of(stages=place), 1.0 + place / 100) for place in reversed(range(40))]
+    found = Ranker(small_model()).predictions(NEAR, H200, many)
+    times = [each.time_ms for each in reversed(found)]
+    assert times == sorted(set(times))
 
 
 def test_a_table_is_of_medians_drawn_to_wider_kinds() -> None:
