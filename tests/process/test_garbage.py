@@ -73,12 +73,15 @@ def test_solvers_are_imported_without_a_search_for_garbage(monkeypatch: pytest.M
 
 CUPY = """
 import gc, types
-was_enabled = gc.isenabled()
+from miofind.process import forks
+was_enabled, do_forks_wait = gc.isenabled(), forks._loading._is_owned()
 cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError))
 """
 
 
-def test_cupy_is_imported_without_a_search_for_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cupy_is_imported_without_a_search_for_garbage_while_forks_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """It makes so many objects that the first search among all falls into a program's first result."""
     (tmp_path / "cupy.py").write_text(CUPY)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -87,7 +90,7 @@ def test_cupy_is_imported_without_a_search_for_garbage(monkeypatch: pytest.Monke
     monkeypatch.setattr(device, "check_fork", lambda: None)  # it would keep this process's number
     try:
         assert device.cuda_device_count() == 1
-        assert sys.modules["cupy"].was_enabled is False
+        assert (sys.modules["cupy"].was_enabled, sys.modules["cupy"].do_forks_wait) == (False, True)
         assert gc.isenabled()
     finally:
         sys.modules.pop("cupy", None)
@@ -185,8 +188,9 @@ def test_what_an_interrupt_leaves_is_put_right_by_the_next_block(
     assert gc.get_threshold()[0] == usual
 
 
-def test_searches_stay_rare_until_the_last_thread_is_done() -> None:
-    usual, begun, go_on = gc.get_threshold()[0], threading.Event(), threading.Event()
+@contextlib.contextmanager
+def _block_of_another_thread() -> Iterator[None]:
+    begun, go_on = threading.Event(), threading.Event()
 
     def in_a_block() -> None:
         with with_rare_garbage_collection():
@@ -194,34 +198,32 @@ def test_searches_stay_rare_until_the_last_thread_is_done() -> None:
             go_on.wait(LIMIT_S)
 
     thread = threading.Thread(target=in_a_block)
-    with with_rare_garbage_collection():
-        thread.start()
+    thread.start()
+    try:
         assert begun.wait(LIMIT_S)
-    assert gc.get_threshold()[0] == garbage._RARE
-    go_on.set()
-    thread.join(LIMIT_S)
+        yield
+    finally:
+        go_on.set()
+        thread.join(LIMIT_S)
+
+
+def test_searches_stay_rare_until_the_last_thread_is_done() -> None:
+    usual = gc.get_threshold()[0]
+    with _block_of_another_thread():
+        with with_rare_garbage_collection():
+            pass
+        assert gc.get_threshold()[0] == garbage._RARE
     assert gc.get_threshold()[0] == usual
 
 
 def test_a_forked_child_ends_blocks_of_threads_that_it_has_not() -> None:
-    usual, begun, go_on = gc.get_threshold()[0], threading.Event(), threading.Event()
-
-    def in_a_block() -> None:
-        with with_rare_garbage_collection():
-            begun.set()
-            go_on.wait(LIMIT_S)
+    usual = gc.get_threshold()[0]
 
     def searches_as_ever() -> None:
         assert gc.get_threshold()[0] == usual
 
-    thread = threading.Thread(target=in_a_block)
-    thread.start()
-    assert begun.wait(LIMIT_S)
-    try:
+    with _block_of_another_thread():
         assert in_a_fork(searches_as_ever) == 0
-    finally:
-        go_on.set()
-        thread.join(LIMIT_S)
 
 
 def test_a_forked_child_ends_the_block_that_it_was_forked_in_once_more() -> None:
