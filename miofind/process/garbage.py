@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Iterator
 
-from miofind.process.forks import follow_forks
+from miofind.process.held_settings import HeldSetting, Holder
 
 _RARE = 50_021
 """How many more objects there are than at the last search when Python looks for garbage again, instead of 700 or 2,000:
@@ -46,50 +45,9 @@ def without_what_is_loaded() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Block:
-    """One thread's block, for as long as its frame lives."""
-
-
-class _RareSearches:
-    """What makes Python's searches rare while any thread is in a block that asks for it.
-
-    It has no lock: one that Ctrl-C leaves held stops every thread that plans. What is interrupted in here the end of
-    the next block puts right, and of threads that meet one may search as ever.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, weakref.ref[_Block]] = {}
-        self._usual = 0
-        follow_forks(self)
-
-    def leave_parent(self) -> None:
-        """End the blocks of threads that a forked child does not have, and the one that it was forked in."""
-        self._blocks.clear()
-        self._restore()
-
-    def begin(self, block: _Block) -> None:
-        """Begin a block."""
-        self._blocks[id(block)] = weakref.ref(block)
-        usual = gc.get_threshold()[0]
-        if len(self._blocks) == 1 and 0 < usual < _RARE:
-            self._usual = usual
-            gc.set_threshold(_RARE)
-
-    def end(self, block: _Block) -> None:
-        """End a block, and with the last one have Python look for garbage as often as before."""
-        self._blocks.pop(id(block), None)
-        for name, each in list(self._blocks.items()):
-            if each() is None:  # its end was interrupted
-                self._blocks.pop(name, None)
-        if not self._blocks:
-            self._restore()
-
-    def _restore(self) -> None:
-        if gc.get_threshold()[0] == _RARE and self._usual:  # else the program has set another one meanwhile
-            gc.set_threshold(self._usual)
-
-
-_rare_searches = _RareSearches()
+_rare_searches = HeldSetting(
+    lambda: gc.get_threshold()[0], gc.set_threshold, held=_RARE, gives_way=lambda usual: 0 < usual < _RARE
+)
 
 
 @contextlib.contextmanager
@@ -100,7 +58,7 @@ def with_rare_garbage_collection() -> Iterator[None]:
     and without this one falls into a program's first result. Nothing is to be measured in such a block: finds take
     seconds, in which other threads leave garbage.
     """
-    block = _Block()
+    block = Holder()
     try:
         _rare_searches.begin(block)
         yield

@@ -17,6 +17,7 @@ from miofind.errors import described
 from miofind.evaluate.harness_kernels import harness_steps
 from miofind.find.plan import Plan
 from miofind.finddb import History
+from miofind.process.held_settings import HeldSetting, Holder
 from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS
@@ -27,8 +28,12 @@ from miofind.tune.values import TuneOptions
 logger = logging.getLogger(__name__)
 
 
-_SWITCH_S = 5e-4
+_SWITCH_S = 4.99e-4
 """Python's default of 5 ms is what each query of a FindDB beside a planning thread would wait for the interpreter."""
+
+_quick_turns = HeldSetting(
+    sys.getswitchinterval, sys.setswitchinterval, held=_SWITCH_S, gives_way=lambda usual: usual > _SWITCH_S
+)
 
 
 DEPTH = 8
@@ -64,8 +69,8 @@ class Precompiler:
         self._plans: dict[ProblemDescription, _Kept] = {}
         self._arch = ""
         self._helper = Helper("miofind-precompiler")
-        self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
+        self._turns = Holder()
+        _quick_turns.begin(self._turns)
 
     def prepare(
         self, problems: Iterable[ProblemDescription], handle: Handle, options: TuneOptions | None = None
@@ -112,7 +117,7 @@ class Precompiler:
         self._helper.give_up()
         self._preparing.clear()
         self._plans.clear()
-        sys.setswitchinterval(self._switch_s)
+        _quick_turns.end(self._turns)
 
     def _prepare(self, problem: ProblemDescription, handle: Handle, options: TuneOptions) -> None:
         steps: tuple[KernelStep, ...] = ()

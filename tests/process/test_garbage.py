@@ -23,6 +23,7 @@ from miofind.process.garbage import (
     without_garbage_collection,
     without_what_is_loaded,
 )
+from miofind.process.held_settings import Holder
 from miofind.solver.registry import Registry
 
 
@@ -237,7 +238,7 @@ def test_a_forked_child_ends_the_block_that_it_was_forked_in_once_more() -> None
             assert gc.get_threshold()[0] == garbage._RARE
         assert gc.get_threshold()[0] == usual
 
-    block = garbage._Block()
+    block = Holder()
     garbage._rare_searches.begin(block)
     try:
         assert in_a_fork(goes_on_in_the_child) == 0

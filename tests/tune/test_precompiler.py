@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,12 +19,13 @@ from miofind.errors import CompileError
 from miofind.evaluate.harness_kernels import harness_steps
 from miofind.find.plan import make_plan
 from miofind.options import FindOptions
+from miofind.process.held_settings import HeldSetting
 from miofind.runtime.handle import Handle
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.tune import precompiler as tune_precompiler
 from miofind.tune.planning import tuning_plans
-from miofind.tune.precompiler import Precompiler
+from miofind.tune.precompiler import _SWITCH_S, Precompiler, _quick_turns
 from miofind.tune.queue import TaskQueue
 from miofind.tune.service import tasks_of
 from miofind.tune.values import TuneFinished, TuneOptions, TuneStarted
@@ -200,3 +202,33 @@ def test_the_first_problem_is_prepared_too_where_its_kernels_are_waited_for(
     Worker(0, handle, OPTIONS, queue, precompiler=precompiler, tell=lambda event: told.append(type(event))).run()
     measured = [TuneStarted, TuneFinished] * 2
     assert told == ([other, PROBLEM, *measured] if defers else [TuneStarted, PROBLEM, *measured[1:]])
+
+
+@pytest.fixture
+def no_quick_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has had no precompiler."""
+    turns = HeldSetting(sys.getswitchinterval, sys.setswitchinterval, held=_SWITCH_S, gives_way=_quick_turns._gives_way)
+    monkeypatch.setattr(tune_precompiler, "_quick_turns", turns)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-3)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("no_quick_turns")
+def test_threads_take_quick_turns_until_the_last_of_several_is_closed() -> None:
+    """Two tunings in threads: the second to begin is not the last to end."""
+    first, second = (Precompiler(Pool(), OPTIONS) for _ in range(2))  # type: ignore[arg-type]
+    first.close()
+    assert sys.getswitchinterval() == _SWITCH_S
+    second.close()
+    assert sys.getswitchinterval() == 5e-3
+
+
+@pytest.mark.usefixtures("no_quick_turns")
+def test_quicker_turns_that_a_program_has_chosen_stay() -> None:
+    sys.setswitchinterval(1e-4)
+    precompiler = Precompiler(Pool(), OPTIONS)  # type: ignore[arg-type]
+    assert sys.getswitchinterval() == pytest.approx(1e-4)
+    precompiler.close()
+    assert sys.getswitchinterval() == pytest.approx(1e-4)
