@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
@@ -270,7 +271,9 @@ def cuda_device_count() -> int:
     require_cupy()
     check_fork()
     try:
-        cupy = imported("cupy")
+        if "cupy" not in sys.modules:  # calls by the hundred need not wait for what another thread imports late
+            imported("cupy")
+        import cupy
     except Exception as error:  # a damaged installation may raise anything; CuPy makes its cache folder on import
         raise MissingLibraryError(
             f"CuPy is installed but cannot be imported ({type(error).__name__}: {error}): repair it, or, where its "

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from helpers.processes.waiting import LIMIT_S
 
 from miofind.device import device
 from miofind.process import garbage
+from miofind.process.forks import loading
 from miofind.process.garbage import (
     with_rare_garbage_collection,
     without_garbage_collection,
@@ -93,6 +95,8 @@ def test_cupy_is_imported_without_a_search_for_garbage_while_forks_wait(
         assert device.cuda_device_count() == 1
         assert (sys.modules["cupy"].was_enabled, sys.modules["cupy"].do_forks_wait) == (False, True)
         assert gc.isenabled()
+        with ThreadPoolExecutor(1) as pool, loading():  # of something else
+            assert pool.submit(device.cuda_device_count).result(LIMIT_S) == 1
     finally:
         sys.modules.pop("cupy", None)
 
