@@ -29,6 +29,7 @@ from miofind.find import measuring
 from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import records, validity
 from miofind.finddb import Row, ties_of_best, usable_rows
+from miofind.measure import effort
 from miofind.reference.convolution import reference_on_host
 from miofind.runtime.solution import Source, reordered
 from miofind.solver.candidate import Candidate, Outcome
@@ -230,8 +231,11 @@ def test_a_new_measurement_voids_what_this_process_remembers(handle: miofind.Han
     assert miofind.find_solutions(PROBLEM, options=fast, handle=handle)[0].source is Source.FINDDB
 
 
-def test_trust_verify_measures_the_answer_again_where_it_no_longer_holds(handle: miofind.Handle) -> None:
+def test_trust_verify_measures_the_answer_again_where_it_no_longer_holds(
+    handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recorded time that cannot be reached stayed in the FindDB, where the find planned other configurations."""
+    monkeypatch.setattr(effort, "SHORT_MS", math.inf)  # a stall of the machine would have a candidate cut off
     miofind.find_solutions(PROBLEM, handle=handle)
     first, second = ('{"chunk_mib":128,"pixels_inner":true}', '{"chunk_mib":128,"pixels_inner":false}')
     rows = handle.database.answer(handle.device.identity, PROBLEM.network_config).rows  # type: ignore[union-attr]
