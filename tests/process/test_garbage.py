@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from helpers.processes.forks import in_a_fork
+from helpers.processes.imports import searches_noted
 from helpers.processes.waiting import LIMIT_S
 
 from miofind.device import device
@@ -61,14 +60,7 @@ def test_solvers_are_imported_without_a_search_for_garbage(monkeypatch: pytest.M
     """One among all objects of PyTorch and of a network takes 0.1 s."""
     registry = Registry()
     registry._indexed = Registry.default().facts
-    enabled: list[bool] = []
-    real = importlib.import_module
-
-    def noted(name: str) -> ModuleType:
-        enabled.append(gc.isenabled())
-        return real(name)
-
-    monkeypatch.setattr(importlib, "import_module", noted)
+    enabled = searches_noted(monkeypatch)
     assert registry["ConvWinograd"].id == "ConvWinograd"
     assert enabled == [False]
     assert gc.isenabled()

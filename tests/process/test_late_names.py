@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
+from helpers.processes.imports import searches_noted
 
 from miofind.process.late_names import LateNames
 
@@ -41,14 +42,7 @@ def test_it_is_imported_without_a_search_for_garbage(
     package: ModuleType, late: LateNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One among all objects of PyTorch and of a network takes 0.1 s."""
-    enabled: list[bool] = []
-    real = importlib.import_module
-
-    def noted(name: str) -> ModuleType:
-        enabled.append(gc.isenabled())
-        return real(name)
-
-    monkeypatch.setattr(importlib, "import_module", noted)
+    enabled = searches_noted(monkeypatch)
     late("dumps")
     assert enabled == [False]
     assert gc.isenabled()
