@@ -5,7 +5,9 @@
 // scales[2*i] = sum |a|*|b| and scales[2*i + 1] = sqrt(sum a^2 * b^2), rounded up.
 // One block an element, the reduction split over its THREADS threads and joined in a fixed order; in the kernels for
 // whole outputs one thread an element. Whole outputs of dense convolutions have reference_tiled.cu.
-// Defines: T_X, T_W, T_Y (dtype names), INDEX_BITS, THREADS (a power of two, 32 to 1024).
+// Defines: T_X, T_W, T_Y (dtype names), INDEX_BITS, THREADS (a power of two, 32 to 1024), and which kernel is wanted:
+// FORWARD, BACKWARD_DATA or BACKWARD_WEIGHTS, or FORWARD_WHOLE or BACKWARD_DATA_WHOLE. One alone compiles in a third of
+// the time of all.
 #include "harness/reference_sums.cuh"
 
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(THREADS)
@@ -31,6 +33,7 @@ __device__ void write_joined(const Sums& mine, int64 i, double* sums, float* sca
   __syncthreads();  // the root is read before the next element overwrites it
 }
 
+#ifdef FORWARD
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_forward(const T_X* __restrict__ x, const T_W* __restrict__ w, const int64* __restrict__ indices,
                       double* __restrict__ sums, float* __restrict__ scales, int64 count,
@@ -52,7 +55,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     write_joined(mine, i, sums, scales);
   }
 }
+#endif
 
+#ifdef BACKWARD_DATA
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_data(const T_Y* __restrict__ dy, const T_W* __restrict__ w, const int64* __restrict__ indices,
                             double* __restrict__ sums, float* __restrict__ scales, int64 count,
@@ -75,7 +80,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     write_joined(mine, i, sums, scales);
   }
 }
+#endif
 
+#ifdef BACKWARD_WEIGHTS
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_weights(const T_Y* __restrict__ dy, const T_X* __restrict__ x, const int64* __restrict__ indices,
                                double* __restrict__ sums, float* __restrict__ scales, int64 count,
@@ -97,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     write_joined(mine, i, sums, scales);
   }
 }
+#endif
 
 // Adds `length` products of elements that lie `a_step` and `b_step` apart.
 template <typename A, typename B>
@@ -118,6 +126,7 @@ __device__ __forceinline__ Position element_at(int64 i, Index channels, const In
   return channels_last ? position_of<true>(i, channels, size) : position_of<false>(i, channels, size);
 }
 
+#ifdef FORWARD_WHOLE
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_forward_whole(const T_X* __restrict__ x, const T_W* __restrict__ w, double* __restrict__ sums,
                             float* __restrict__ scales, int64 count, const __grid_constant__ Geometry conv) {
@@ -137,7 +146,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mine.write(logical_rank(out, conv.k, conv.out), sums, scales);
   }
 }
+#endif
 
+#ifdef BACKWARD_DATA_WHOLE
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_data_whole(const T_Y* __restrict__ dy, const T_W* __restrict__ w, double* __restrict__ sums,
                                   float* __restrict__ scales, int64 count, const __grid_constant__ Geometry conv) {
@@ -158,3 +169,4 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mine.write(logical_rank(in, conv.c, conv.size), sums, scales);
   }
 }
+#endif

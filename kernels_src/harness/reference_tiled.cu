@@ -3,7 +3,8 @@
 // Sums of a row and a column of factors, as a matrix product's: forward rows are pixels and columns output channels,
 // backward weights rows are output channels and columns input channels of one tap. An element a thread of reference.cu
 // reads two factors a product from memory and converts them; here 16 elements share each.
-// Defines: T_X, T_W, T_Y (dtype names), INDEX_BITS, TILE (elements of a tile's side).
+// Defines: T_X, T_W, T_Y (dtype names), INDEX_BITS, TILE (elements of a tile's side), and which kernel is wanted:
+// FORWARD_TILED or BACKWARD_WEIGHTS_TILED.
 #include "harness/reference_sums.cuh"
 
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(TILE)
@@ -40,6 +41,7 @@ __device__ __forceinline__ Index least(Index a, Index b) {
   return a < b ? a : b;
 }
 
+#ifdef FORWARD_TILED
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     reference_forward_tiled(const T_X* __restrict__ x, const T_W* __restrict__ w, double* __restrict__ sums,
                             float* __restrict__ scales, int64 count, const __grid_constant__ Geometry conv) {
@@ -104,7 +106,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncthreads();  // the pixels were read, and the factors
   }
 }
+#endif
 
+#ifdef BACKWARD_WEIGHTS_TILED
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     reference_backward_weights_tiled(const T_Y* __restrict__ dy, const T_X* __restrict__ x, double* __restrict__ sums,
                                      float* __restrict__ scales, int64 count, const __grid_constant__ Geometry conv) {
@@ -155,3 +159,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     }
   }
 }
+#endif

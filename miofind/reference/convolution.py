@@ -63,9 +63,10 @@ def reference_step(problem: ProblemDescription, count: int | None = None) -> Ker
     a*b that make the element; "scales", float32 (count, 2), written unless null: sum |a|*|b| and sqrt(sum a^2 * b^2).
     """
     form = _form(problem, count)
+    kernel = f"{problem.direction.value}{form.ending}"
     return KernelStep(
         source=form.source,
-        entry=f"reference_{problem.direction.value}{form.ending}",
+        entry=f"reference_{kernel}",
         grid=(max(1, min(form.blocks, _MAX_BLOCKS)), 1, 1),
         block=(form.threads, 1, 1),
         defines=(
@@ -74,6 +75,7 @@ def reference_step(problem: ProblemDescription, count: int | None = None) -> Ker
             ("T_Y", problem.y.dtype.value),
             *geometry_defines(problem),
             form.define,
+            (kernel.upper(), 1),
         ),
         args=(
             *(Pointer(buffer=name) for name in problem.direction.inputs),
