@@ -7,7 +7,7 @@ measures compiles each where it needs it first, one after another: three seconds
 from __future__ import annotations
 
 from miofind.core.epilogue import EpilogueParameters
-from miofind.core.problem import ProblemDescription
+from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device, Place
 from miofind.launch.device_kernels import DEVICE_THREADS, GridStride, check_kernel, filling, int64
@@ -20,6 +20,21 @@ from miofind.verify.epilogue_cuda import EpilogueTrial, epilogue_kernel
 from miofind.verify.ranges import UNSCALED
 
 _REPORT = Pointer(buffer="report")
+_USUAL = (((32, 64, 56, 56), (64, 64, 3, 3)), ((32, 512, 7, 7), (512, 512, 3, 3)))  # shapes of x and w
+
+
+def usual_harness_steps(dtype: DataType, device: Device, *, trains: bool) -> tuple[KernelStep, ...]:
+    """What most problems of a network need, of short sums and of long ones, before there is one of them.
+
+    Args:
+        dtype: of its tensors.
+        trains: whether problems of all directions are to come; else fused ones are.
+    """
+    epilogue = None if trains else "bias.relu"
+    forward = [ProblemDescription.convolution(x=x, w=w, dtype=dtype, epilogue=epilogue) for x, w in _USUAL]
+    directions = Direction if trains else (Direction.FORWARD,)
+    usual = (problem.in_direction(direction) for problem in forward for direction in directions)
+    return tuple({step.binary: step for problem in usual for step in harness_steps(problem, device)}.values())
 
 
 def harness_steps(problem: ProblemDescription, device: Device) -> tuple[KernelStep, ...]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from miofind.process.held_settings import HeldSetting, Holder
 
 _RARE = 50_021
 """How many more objects there are than at the last search when Python looks for garbage again, instead of 700 or 2,000:
 a plan makes a thousand, the trace of a network twenty thousand. No round number, which a program may set by itself."""
+
+_INTERPRETERS = 5_000
+"""Python 3.12 has frozen 375 objects of its own before a program begins; what a program freezes are ten thousands."""
 
 
 @contextlib.contextmanager
@@ -30,17 +33,20 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_what_is_loaded() -> Iterator[None]:
+def without_what_is_loaded() -> Iterator[Callable[[], None]]:
     """Has garbage looked for only among what is made from now on, until the block ends.
 
-    Where somebody else froze objects nothing changes: `gc.unfreeze` knows no others than all.
+    Where the program froze objects nothing changes: `gc.unfreeze` knows no others than all.
+
+    Yields:
+        A function that leaves out what was loaded since, too.
     """
-    if gc.get_freeze_count():
-        yield
+    if gc.get_freeze_count() > _INTERPRETERS:
+        yield lambda: None
         return
     gc.freeze()
     try:
-        yield
+        yield gc.freeze
     finally:
         gc.unfreeze()
 

@@ -117,6 +117,28 @@ def test_what_the_program_froze_itself_stays_frozen() -> None:
     assert gc.get_freeze_count() == frozen
 
 
+def test_what_python_froze_itself_is_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 begins with 375 frozen objects."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    before = _Cycle()
+    with without_what_is_loaded():
+        assert not any(each is before for each in gc.get_objects())
+    assert any(each is before for each in gc.get_objects())
+
+
+def test_what_was_loaded_since_is_left_out_too_when_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_what_is_loaded() as leave_out:
+        since = _Cycle()
+        assert any(each is since for each in gc.get_objects())
+        leave_out()
+        assert not any(each is since for each in gc.get_objects())
+    assert any(each is since for each in gc.get_objects())
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 50_000)  # as a program leaves them
+    with without_what_is_loaded() as leave_out:
+        leave_out()
+        assert any(each is since for each in gc.get_objects())
+
+
 def _made_objects(count: int) -> list[list[object]]:
     return [[] for _ in range(count)]
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from miofind.core.tensor import DataType, data_type
 from miofind.errors import InvalidOptionError, InvalidProblemError, brief, described
+from miofind.process.garbage import with_rare_garbage_collection
 from miofind.torch.fused.compiled import is_compiled, is_exported
 from miofind.torch.override.dtypes import torch_dtype
 from miofind.torch.recording.layers import LayerNames
@@ -65,9 +66,9 @@ def problems(
     place = torch.device("cpu" if is_stand_in else device)
     kind = StandInRecorder if is_stand_in else Recorder
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.inference_mode(False), fakes, unchanged(model):
+    with with_rare_garbage_collection(), torch.inference_mode(False), fakes, unchanged(model):
         model.train(training)
-        fake = _Fakes(place, memory_format, _dtype_of(model))
+        fake = _Fakes(place, memory_format, dtype_of(model))
         weights = {name: fake.tensor(tensor) for name, tensor in _tensors_of(model)}
         given, named = fake.of(inputs), fake.of(dict(keywords or {}))
         with LayerNames() as layers, kind(recording, layers), torch.set_grad_enabled(training):
@@ -160,7 +161,7 @@ def _tensors_of(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers()
 
 
-def _dtype_of(model: Any) -> Any:
+def dtype_of(model: Any) -> Any:
     """The element type of a model's weights, by the first that is of floating point."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 

@@ -23,8 +23,10 @@ from miofind.bench.comparison import bench_row
 from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import data_type
 from miofind.device.device import Place, has_cupy
-from miofind.errors import InvalidOptionError, MissingLibraryError, brief
+from miofind.errors import InvalidOptionError, InvalidProblemError, MissingLibraryError, brief
+from miofind.evaluate.harness_kernels import usual_harness_steps
 from miofind.options import FindOptions
 from miofind.process.garbage import without_what_is_loaded
 from miofind.runtime.handle import Handle, default_handle
@@ -38,7 +40,7 @@ from miofind.torch.override import comparisons
 from miofind.torch.override.dispatcher import current, forget_plans, native_kernels
 from miofind.torch.override.flags import Flags, state
 from miofind.torch.override.plans import kernels_of
-from miofind.torch.recording.network import problems, refuse_inputs
+from miofind.torch.recording.network import dtype_of, problems, refuse_inputs
 from miofind.torch.recording.recording import Recording
 from miofind.torch.tuning.report import TunedProblem, TuningReport
 from miofind.tune.service import (
@@ -100,11 +102,13 @@ def tune(
     asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format}
     if isinstance(model, Recording):
         refuse_inputs(inputs, keywords, **asked)
-    with without_what_is_loaded(), _compiling(handle) as pool, contextlib.ExitStack() as stack:
+    with without_what_is_loaded() as leave_out, _compiling(handle) as pool, contextlib.ExitStack() as stack:
         handle = default_handle() if handle is None else handle
         on_gpu = handle.device.place is Place.CUDA
         options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
         stack.enter_context(_measuring(handle, options))
+        if pool is not None and isinstance(model, torch.nn.Module):
+            pool.submit(_usual_steps(model, amp, handle, trains=bool(training)), handle.device.arch)
         recording = (
             model
             if isinstance(model, Recording)
@@ -112,6 +116,7 @@ def tune(
         )
         if on_gpu:
             torch.cuda.empty_cache()  # what measures asks the driver for memory
+        leave_out()  # of PyTorch, what following a network imports
         summary = _found(recording.problems, handle, options, on_event, pool)
         rows, is_complete, seconds = _rows(recording, summary), summary.end is TuneEnd.COMPLETE, summary.seconds
         if compare and on_gpu and is_complete:
@@ -184,6 +189,14 @@ def _measuring(handle: Handle, options: FindOptions) -> Iterator[None]:
         yield
     finally:
         executor.close()
+
+
+def _usual_steps(model: torch.nn.Module, amp: Any, handle: Handle, *, trains: bool) -> tuple[KernelStep, ...]:
+    """What will check whatever convolutions a network has: compiled while they are found out, the first find has it."""
+    with contextlib.suppress(InvalidProblemError):
+        dtype = data_type(amp or dtype_of(model), "amp")
+        return usual_harness_steps(dtype, handle.device, trains=trains)
+    return ()
 
 
 _LIGHT_SHARE = 0.15

@@ -382,6 +382,24 @@ def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
     assert told == ["the network is followed"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "amp", "wanted"),
+    [
+        (torch.float16, None, "float16"),
+        (torch.float32, None, "float32"),
+        (torch.float32, "bf16", "bfloat16"),
+        (torch.float32, 3, ""),
+    ],
+    ids=str,
+)
+def test_what_checks_any_convolution_is_compiled_before_there_is_one(dtype: Any, amp: Any, wanted: str) -> None:
+    """It is of the element type that they will have."""
+    with Handle(described(H200.identity), database=MEMORY) as handle:
+        steps = tuning._usual_steps(nn.Linear(1, 1, dtype=dtype), amp, handle, trains=False)
+    checks = [dict(step.defines)["T"] for step in steps if step.source == "harness/verify.cu"]
+    assert checks == [wanted] * bool(wanted)
+
+
 def test_options_that_are_none_are_refused() -> None:
     with pytest.raises(InvalidOptionError, match="options=3 must be a FindOptions"):
         miofind.torch.tune(torch.nn.Conv2d(3, 4, 3), (1, 3, 5, 5), options=3)  # type: ignore[arg-type]
