@@ -10,6 +10,7 @@ from miofind.device.memory import empty_pools, keep_pools
 from miofind.errors import MeasurementError
 from miofind.evaluate.evaluate import Job, Journal, evaluate
 from miofind.evaluate.health import begin_check, complaint
+from miofind.evaluate.warm_up import warm_up
 from miofind.process.parent import Parent
 from miofind.solver.registry import Registry
 
@@ -53,6 +54,7 @@ def serve(parent: Parent, setup: MeasuringSetup) -> None:
         cupy.cuda.Device(device.index).use()
     parent.ready()
     keep_pools()
+    warm_up(device, compiler, setup.registry, lambda: parent.is_silent(0.0))
     journal: Journal = parent.send
     while True:
         if parent.is_silent(_IDLE_S):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -175,14 +175,22 @@ class _launch_errors:  # noqa: N801, used as a statement's word
         raise LaunchError(f"{name} failed on {invoker.problem} while timed: {described(error, str)}") from error
 
 
+def load_backend(place: Place) -> type[TimingBackend]:
+    """What times on a device of a place."""
+    with loading():
+        if place is Place.CPU:
+            from miofind.measure.backend_host import HostTimingBackend
+
+            return HostTimingBackend
+        from miofind.measure.backend_cuda import CudaTimingBackend
+
+        return CudaTimingBackend
+
+
 def _backend(
     problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None
 ) -> TimingBackend:
-    with loading():
-        if device.place is Place.CPU:
-            from miofind.measure.backend_host import HostTimingBackend
-        else:
-            from miofind.measure.backend_cuda import CudaTimingBackend
+    backend: Callable[..., TimingBackend] = load_backend(device.place)
     if device.place is Place.CPU:
-        return HostTimingBackend(problem)
-    return CudaTimingBackend(problem, device, compiler, memory_limit_bytes)
+        return backend(problem)
+    return backend(problem, device, compiler, memory_limit_bytes)

@@ -349,16 +349,24 @@ def _verdict(message: str, numeric: CheckResult | None) -> Verification:
     )
 
 
+def load_harness(place: Place) -> type[CheckHarness]:
+    """What checks on a device of a place, and what NumPy imports when it is first used."""
+    with loading():
+        for name in ("numpy.random", "numpy.ma"):
+            importlib.import_module(name)
+        if place is Place.CPU:
+            from miofind.verify.harness_host import HostHarness
+
+            return HostHarness
+        from miofind.verify.harness_cuda import CudaHarness
+
+        return CudaHarness
+
+
 def _harness(
     problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget | None
 ) -> CheckHarness:
-    with loading():
-        for name in ("numpy.random", "numpy.ma"):  # NumPy imports them when they are first used
-            importlib.import_module(name)
-        if device.place is Place.CPU:
-            from miofind.verify.harness_host import HostHarness
-        else:
-            from miofind.verify.harness_cuda import CudaHarness
+    harness: Callable[..., CheckHarness] = load_harness(device.place)
     if device.place is Place.CPU:
-        return HostHarness(problem, seed)
-    return CudaHarness(problem, device, compiler, seed, budget)
+        return harness(problem, seed)
+    return harness(problem, device, compiler, seed, budget)
