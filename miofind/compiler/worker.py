@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 from dataclasses import dataclass
 
@@ -36,9 +37,16 @@ class CompileReply:
     answer: Answer
 
 
+_NICENESS = 5
+"""What is measured meanwhile, and what plans, go first: on a host of as many processors as compilers each find took 85
+instead of 60 ms."""
+
+
 def serve(parent: Parent, cache: BinaryCache) -> None:
-    """Compile what the parent asks for, one request after another."""
+    """Compile what the parent asks for, one request after another; others of its user's processes go first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
     compiler = Compiler(cache)
     with contextlib.suppress(MissingLibraryError):  # each request is answered with it
         toolchain()

@@ -381,3 +381,16 @@ def is_running(number: int) -> bool:
 def test_a_pool_that_could_never_answer_is_refused(cache: BinaryCache, name: str, value: Any) -> None:
     with pytest.raises(InvalidOptionError, match=f"{name}="):
         CompilePool(cache, **{name: value})
+
+
+@pytest.mark.skipif(not hasattr(os, "nice"), reason="nobody gives way on this system")
+def test_a_process_that_compiles_gives_way_to_what_is_measured() -> None:
+    code = (
+        "import os; from miofind.compiler import BinaryCache, worker\n"
+        "class Parent:\n"
+        "    def ready(self): print(os.nice(0)); raise SystemExit\n"
+        "print(os.nice(0)); worker.serve(Parent(), BinaryCache())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    before, then = map(int, told)
+    assert then == min(19, before + 5)
