@@ -44,6 +44,9 @@ class Executor(Protocol):
     def prepare(self) -> None:
         """Begin what a first job would wait for; returns at once."""
 
+    def begin(self, job: Job) -> None:
+        """Begin a job that is likely to be run next, beside what comes before that; returns at once."""
+
     def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one."""
 
@@ -65,6 +68,9 @@ class InProcess:
 
     def prepare(self) -> None:
         """Nothing to begin: this process is there."""
+
+    def begin(self, job: Job) -> None:
+        """Nothing to begin: this process has other things to do."""
 
     def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
@@ -112,6 +118,7 @@ class Isolated:
         self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
         self._child: Service | None = None
         self._prepared: Service | None = None
+        self._begun: Job | None = None  # what the child works on that nobody has asked for yet
         self._lock = threading.Lock()
         self._works = False
         follow_forks(self)
@@ -121,6 +128,7 @@ class Isolated:
         """Have no child in a forked process, whose parent goes on with it."""
         self._lock = threading.Lock()
         self._child = self._prepared = None
+        self._begun = None
         self._works = False
 
     def prepare(self) -> None:
@@ -128,6 +136,16 @@ class Isolated:
         with self._lock:
             if self._child is None and self._prepared is None and not self._works:
                 self._prepared = self._new_child()
+
+    def begin(self, job: Job) -> None:
+        """Have the child of the last job work on one that is likely to be run next; one such job at a time.
+
+        If another one is run, it waits until the child is done with this one, and nobody hears of that.
+        """
+        with self._lock:
+            if self._child is not None and self._begun is None and not self._works:
+                self._begun = job
+                self._child.send(job)
 
     def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
@@ -178,15 +196,17 @@ class Isolated:
         """The child's events; what ended them early is in `watch`."""
         self._works = True
         try:
-            yield from self._told(self._taken() or self._started(), job, watch)
+            child, begun = self._taken(job)
+            yield from self._told(child or self._started(), job, watch, is_begun=begun)
         finally:
             self._works = False
 
-    def _told(self, child: Service, job: Job, watch: _Watch) -> Iterator[Event]:
+    def _told(self, child: Service, job: Job, watch: _Watch, *, is_begun: bool) -> Iterator[Event]:
         """What a child that is ready tells of a job."""
         began = time.monotonic()
         try:
-            child.send(job)
+            if not is_begun:
+                child.send(job)
             while True:
                 message = child.receive(watch.patience_s)
                 if not isinstance(message, Silence | ChildExit):
@@ -209,8 +229,8 @@ class Isolated:
             if self._child is not child:
                 child.kill()
 
-    def _taken(self) -> Service | None:
-        """The child of the last job or of `prepare`, if it is there still and its device works.
+    def _taken(self, job: Job) -> tuple[Service | None, bool]:
+        """The child of the last job or of `prepare`, if it is there still and its device works; whether it has begun.
 
         Raises:
             MissingLibraryError: a library that measuring needs is missing.
@@ -218,15 +238,27 @@ class Isolated:
         with self._lock:
             child, self._child = self._child, None
             prepared, self._prepared = self._prepared, None
+            begun, self._begun = self._begun, None
         if child is not None:
-            if child.is_alive:
-                return child
+            is_begun = begun is not None and _is_same(begun, job)
+            if child.is_alive and (begun is None or is_begun or self._is_done(child)):
+                return child, is_begun
             child.kill()
         if prepared is not None:
             if not self._complaint(prepared):
-                return prepared
+                return prepared, False
             prepared.kill()
-        return None
+        return None, False
+
+    def _is_done(self, child: Service) -> bool:
+        """Whether a child ends the job that it has begun, for which it has as long as for one that is run."""
+        watch = _Watch(self._limits)
+        while not isinstance(message := child.receive(watch.patience_s), JobDone):
+            if isinstance(message, Silence | ChildExit | Failed | Poisoned):
+                return False
+            if isinstance(message, JournalEntry):
+                watch.note(message)
+        return True
 
     def _new_child(self) -> Service:
         return Service(self._serve, self._setup, gpu=self._device.uuid)
@@ -280,8 +312,14 @@ class Isolated:
         with self._lock:
             children = [child for child in (self._child, self._prepared) if child is not None]
             self._child = self._prepared = None
+            self._begun = None
         for child in children:
             child.kill()
+
+
+def _is_same(begun: Job, job: Job) -> bool:
+    """Whether a job that was begun is the one that is run: some of the budget has passed since."""
+    return begun == replace(job, budget_s=begun.budget_s) and begun.budget_s >= job.budget_s
 
 
 _in_use: weakref.WeakSet[Isolated] = weakref.WeakSet()

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from miofind.compiler import CompilePool
@@ -14,7 +14,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place, check_fork
 from miofind.device.environment import versions
 from miofind.driver.line import driver_line
-from miofind.errors import LaunchError, NoSolutionError
+from miofind.errors import LaunchError, NoSolutionError, described, raise_if_interrupted
 from miofind.evaluate.evaluate import Job
 from miofind.evaluate.harness_kernels import harness_steps
 from miofind.find.composition import bare_request, is_bare_known
@@ -54,6 +54,7 @@ def measure(
     afresh: bool = False,
     stored: bool = False,
     likeliest: Plan | None = None,
+    at_rest: Callable[[], None] = lambda: None,
 ) -> list[Solution]:
     """Verify and time the candidates of a request, record what became of each, and answer.
 
@@ -68,6 +69,7 @@ def measure(
         afresh: search from the beginning, whatever the FindDB knows.
         stored: measure what the FindDBs' answers hold, and nothing else; no search.
         likeliest: the plan of a request for the likeliest, where it was made before.
+        at_rest: called when the device has nothing more to do for this, before what it did is recorded.
 
     Raises:
         NoSolutionError: nothing usable.
@@ -101,7 +103,7 @@ def measure(
     plan.log()
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
     request = FindRequest(problem=problem, options=options, handle=handle, ahead=ahead)
-    outcomes, gaps = _measured(request, plan, besides, left_out, afresh=afresh)
+    outcomes, gaps = _measured(request, plan, besides, left_out, at_rest, afresh=afresh)
     _warn_of_wrong_results(problem, outcomes)
     if start:
         start.add(problem.network_config)
@@ -156,8 +158,38 @@ def _with_bare_measured(
     return replace(options, time_budget_s=left_s) if is_limited else options
 
 
+def begin(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, likeliest: Plan, pool: CompilePool
+) -> None:
+    """Have the measuring process begin with what `measure` will ask it first, where that is sure and it can.
+
+    It is where no FindDB knows anything of the problem, and all candidates are compiled.
+
+    Args:
+        likeliest: the plan of a request for the likeliest.
+        pool: what compiled it.
+    """
+    try:
+        if not options.isolate or handle.database.histories(handle.device.identity, problem.network_config):
+            return
+        listed = tuple(dict.fromkeys(planned.candidate for planned in likeliest.candidates))
+        steps = (step for planned in likeliest.candidates for step in planned.kernels(handle.device))
+        if not pool.errors(steps, handle.device.arch):
+            job = Job(network_config=problem.network_config, candidates=listed, budget_s=options.budget_s)
+            handle.executor(isolate=True).begin(job)
+    except Exception as error:  # measuring the problem meets the same error, and says so
+        raise_if_interrupted(error)
+        logger.debug("nothing is begun for %s: %s", problem, described(error))
+
+
 def _measured(
-    request: FindRequest, plan: Plan, besides: Sequence[Candidate], left_out: Iterable[str], *, afresh: bool
+    request: FindRequest,
+    plan: Plan,
+    besides: Sequence[Candidate],
+    left_out: Iterable[str],
+    at_rest: Callable[[], None],
+    *,
+    afresh: bool,
 ) -> tuple[list[Outcome], Gaps]:
     """Outcomes of a plan's candidates and of others besides, as they were recorded, and what the budget left out.
 
@@ -181,6 +213,7 @@ def _measured(
         if not any(outcome.status.usable for outcome in outcomes):
             effort = Effort.TUNE if options.searches else Effort.FIND
             outcomes += measuring.run((planned.candidate for planned in plan.last_resort), effort)
+        at_rest()
     return outcomes, gaps
 
 

@@ -281,6 +281,10 @@ class GpuTasks:
         """See `TaskQueue.take`."""
         return self._holdings.take(self)
 
+    def promised(self, kind: str) -> Task | None:
+        """None: any member may take the next job."""
+        return None
+
     def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
         """See `TaskQueue.ahead`."""
         return self._holdings.ahead(self.kind, count)

@@ -67,6 +67,10 @@ class _RemoteQueue:
         task: Task | None = self._asked(QueueCall.Method.TAKE, kind)
         return task
 
+    def promised(self, kind: str) -> Task | None:
+        """None: any device may take the next task."""
+        return None
+
     def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
         """See `TaskQueue.ahead`."""
         tasks: tuple[Task, ...] = self._asked(QueueCall.Method.AHEAD, kind, count)

@@ -100,7 +100,13 @@ class Precompiler:
     def take_plan(self, problem: ProblemDescription, options: TuneOptions) -> Plan | None:
         """The few candidates of a problem, where it was prepared and the likeliest are measured; it is done with."""
         self._preparing.pop(problem, None)
-        kept = self._plans.pop(problem, None)
+        plan = self.plan(problem, options)
+        self._plans.pop(problem, None)
+        return plan
+
+    def plan(self, problem: ProblemDescription, options: TuneOptions) -> Plan | None:
+        """The same, but it stays prepared."""
+        kept = self._plans.get(problem)
         is_of_now = kept is not None and kept.options == options and kept.bare == _known_of_bare(problem, kept.handle)
         return kept.plan if kept is not None and is_of_now else None
 

@@ -33,6 +33,7 @@ class TaskQueue:
         self._waiting: dict[str, deque[Task]] = {}
         self._in_work: dict[str, int] = {}
         self._prepared: set[Task] = set()
+        self._promised: dict[str, Task] = {}
         self._closed = False
         self._deadline = time.monotonic() + seconds
         self._is_preparing: Callable[[Task], bool] = lambda task: False
@@ -68,8 +69,21 @@ class TaskQueue:
                 self._changed.wait()
             return None
 
+    def promised(self, kind: str) -> Task | None:
+        """The task that `take` will give next, left where it is; None where it would wait, or give none."""
+        with self._changed:
+            if self._closed or not self._waiting.get(kind) or time.monotonic() >= self._deadline:
+                return None
+            task = self._ready(kind)
+            if task is not None:
+                self._promised[kind] = task
+            return task
+
     def _ready(self, kind: str) -> Task | None:
-        """The heaviest task that is not being prepared; None while all are."""
+        """The one that was promised, else the heaviest task that is not being prepared; None while all are."""
+        promised = self._promised.pop(kind, None)
+        if promised is not None and promised in self._waiting[kind]:
+            return promised
         nearest = itertools.islice(self._waiting[kind], self._depth)
         return next((task for task in nearest if not self._is_preparing(task)), None)
 

@@ -19,7 +19,7 @@ from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find.lookup import records
 from miofind.find.lookup.failures import failed_outcomes
 from miofind.find.lookup.validity import is_valid
-from miofind.find.measuring import measure
+from miofind.find.measuring import begin, measure
 from miofind.find.plan import Plan
 from miofind.finddb import RefusedEntryError, usable_rows
 from miofind.runtime.handle import Handle
@@ -47,6 +47,9 @@ class Tasks(Protocol):
 
     def take(self, kind: str) -> Task | None:
         """The next task for a kind of device, None where there is no more."""
+
+    def promised(self, kind: str) -> Task | None:
+        """The task that `take` gives next, left where it is; None where that is open."""
 
     def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
         """Of the next tasks those to prepare, left where they are."""
@@ -104,12 +107,24 @@ class Worker:
             try:
                 options, ahead = task.options or self._options, self._precompiler
                 plan = ahead.take_plan(task.request.problem, options) if ahead else None
-                result = tuned(task, self._handle, options, ahead.pool if ahead else None, plan)
+                result = tuned(
+                    task, self._handle, options, ahead.pool if ahead else None, plan, at_rest=self._begin_next
+                )
             except (DeviceLostError, NoDeviceError) as error:
                 self._lose(task, str(error), time.monotonic() - began)
                 return
             self._queue.done(task)
             self._tell(TuneFinished(device=self.number, task=task, result=result))
+
+    def _begin_next(self) -> None:
+        """Have the next problem's likeliest candidates measured while this one's results are recorded."""
+        task = self._queue.promised(self._handle.device.identity)
+        if task is None or self._precompiler is None:
+            return
+        problem, options = task.request.problem, task.options or self._options
+        plan = self._precompiler.plan(problem, options)
+        if plan is not None and not (options.recheck or options.stored):
+            begin(problem, options.find, self._handle, plan, self._precompiler.pool)
 
     def _prepare(self, kind: str) -> None:
         """Have the next problems' kernels compiled."""
@@ -126,13 +141,19 @@ class Worker:
 
 
 def tuned(
-    task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | None = None, plan: Plan | None = None
+    task: Task,
+    handle: Handle,
+    options: TuneOptions,
+    pool: CompilePool | None = None,
+    plan: Plan | None = None,
+    at_rest: Callable[[], None] = lambda: None,
 ) -> TuneResult:
     """One problem's result; whatever fails is in it.
 
     Args:
         pool: compiles the candidates; None where measuring does.
         plan: of the likeliest candidates, where there is one already.
+        at_rest: called when the device has measured them and nothing is recorded yet.
 
     Raises:
         DatabaseError, MissingEnvironmentError: what would fail every problem.
@@ -151,6 +172,7 @@ def tuned(
             afresh=options.force,
             stored=options.stored,
             likeliest=plan or (tuning_plan(problem, options, handle) if options.few or options.drawn else None),
+            at_rest=at_rest,
         )
     except RefusedEntryError as error:
         return failed(task, str(error), time.monotonic() - began)

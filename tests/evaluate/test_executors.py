@@ -500,3 +500,84 @@ def test_an_address_error_that_surfaces_after_the_race_blames_the_last(monkeypat
     assert next(outcomes).status is Status.CRASHED  # type: ignore[union-attr]
     with pytest.raises(DeviceLostError, match="illegal address"):
         next(outcomes)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that children are sent."""
+    jobs: list[Job] = []
+    send = Service.send
+
+    def noted(child: Service, message: object) -> None:
+        if isinstance(message, Job):
+            jobs.append(message)
+        send(child, message)
+
+    monkeypatch.setattr(Service, "send", noted)
+    return jobs
+
+
+def test_a_job_that_was_begun_is_not_sent_again(executor: Isolated, sent: list[Job]) -> None:
+    """Some of its budget has passed when it is run."""
+    executor.begin(job())
+    assert not sent, "there is no child yet"
+    by_solver(executor.run(job()))
+    child = executor._child
+    executor.begin(job(budget_s=BUDGET_S))
+    executor.begin(job(effort=Effort.TUNE))
+    assert [each.effort for each in sent] == [Effort.FIND] * 2, "one at a time"
+    found = by_solver(executor.run(job(budget_s=BUDGET_S - 1)))
+    assert all(outcome.status.usable for outcome in found.values())
+    assert (executor._child, len(sent)) == (child, 2)
+    by_solver(executor.run(job()))
+    assert len(sent) == 3, "it was begun for one run"
+
+
+@pytest.mark.parametrize("change", ["candidates", "budget_s", "best_ms"])
+def test_nobody_hears_of_a_job_that_was_begun_and_is_not_run(executor: Isolated, sent: list[Job], change: str) -> None:
+    """The child goes on with the one that is."""
+    by_solver(executor.run(job()))
+    child, wanted = executor._child, job(budget_s=BUDGET_S)
+    others = {"candidates": wanted.candidates[:1], "budget_s": 0.0, "best_ms": 1e9}
+    executor.begin(replace(wanted, **{change: others[change]}))
+    assert len(by_solver(executor.run(wanted))) == len(SOLVERS)
+    assert (executor._child, len(sent)) == (child, 3)
+    executor.begin(wanted)
+    executor.close()
+    assert len(by_solver(executor.run(wanted))) == len(SOLVERS)
+    assert executor._child is not child
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_fault_in_a_job_that_was_begun_costs_its_candidate_alone(
+    executor: Isolated, fault: Fault, is_run: bool, waits: bool
+) -> None:
+    """Whether the process has ended when the job is run, or ends meanwhile; nobody hears of one that is not run."""
+    by_solver(executor.run(job()))
+    child = executor._child
+    assert child is not None
+    fault("segfault")
+    executor.begin(job() if is_run else job(effort=Effort.SCREEN))
+    if waits:
+        wait_until(lambda: not child.is_alive, "the end of the child")
+    if not is_run:
+        fault("")
+        assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
+        return
+    check_that_the_others_are_usable(list(executor.run(job())), Status.CRASHED, "SIGSEGV")
+
+
+@pytest.mark.usefixtures("hangs")
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_hang_in_a_job_that_was_begun_is_waited_for_as_long(shared: Isolated, fault: Fault, is_run: bool) -> None:
+    fault("")
+    by_solver(shared.run(job()))
+    fault("spin")
+    shared.begin(job() if is_run else job(effort=Effort.SCREEN))
+    if is_run:
+        check_that_the_others_are_usable(list(shared.run(job())), Status.TIMED_OUT, "it ran for 0.5 s without an end")
+        return
+    wait_until(lambda: (Path(os.environ["FAULT_FOLDER"]) / "hangs").exists(), "a hang")
+    fault("")
+    assert all(outcome.status.usable for outcome in by_solver(shared.run(job())).values())

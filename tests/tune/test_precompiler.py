@@ -6,7 +6,8 @@ import dataclasses
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,17 @@ from helpers.finddb.finddb_entries import row
 from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.errors import CompileError
+from miofind.errors import CompileError, NoSolutionError
+from miofind.evaluate.evaluate import Job
 from miofind.evaluate.harness_kernels import harness_steps
-from miofind.find.plan import make_plan
+from miofind.find.measuring import begin, measure
+from miofind.find.plan import Planned, make_plan
+from miofind.find.rounds import Measuring
+from miofind.measure.effort import Effort
 from miofind.options import FindOptions
 from miofind.process.held_settings import HeldSetting
 from miofind.runtime.handle import Handle
+from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.tune import precompiler as tune_precompiler
@@ -28,7 +34,7 @@ from miofind.tune.planning import tuning_plans
 from miofind.tune.precompiler import _SWITCH_S, Precompiler, _quick_turns
 from miofind.tune.queue import TaskQueue
 from miofind.tune.service import tasks_of
-from miofind.tune.values import TuneFinished, TuneOptions, TuneStarted
+from miofind.tune.values import Task, TuneFinished, TuneOptions, TuneResult, TuneStarted
 from miofind.tune.worker import Worker, failed
 
 PROBLEM = ProblemDescription.convolution(x=(1, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
@@ -42,7 +48,11 @@ class Pool:
         self.given: list[tuple[list[KernelStep], str]] = []
         self.called = threading.Event()
         self._error = error
+        self.broken = False
         self.compiling: list[KernelStep] = []
+
+    def errors(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, CompileError]:
+        return {step: CompileError("broken", source=step.source, options=(), log="") for step in steps if self.broken}
 
     def is_compiling(self, steps: Sequence[KernelStep], arch: str) -> bool:
         return any(step in self.compiling for step in steps)
@@ -196,12 +206,131 @@ def test_the_first_problem_is_prepared_too_where_its_kernels_are_waited_for(
         def prepare(self, problems: Iterable[ProblemDescription], *_: object) -> None:
             told.extend(problems)
 
-    monkeypatch.setattr("miofind.tune.worker.tuned", lambda task, *_: failed(task, ""))
+    monkeypatch.setattr("miofind.tune.worker.tuned", lambda task, *_, **__: failed(task, ""))
     precompiler = Told(Pool(), OPTIONS, defers=defers)  # type: ignore[arg-type]
     queue = TaskQueue(tasks_of(requests, [handle], OPTIONS), seconds=math.inf)
     Worker(0, handle, OPTIONS, queue, precompiler=precompiler, tell=lambda event: told.append(type(event))).run()
     measured = [TuneStarted, TuneFinished] * 2
     assert told == ([other, PROBLEM, *measured] if defers else [TuneStarted, PROBLEM, *measured[1:]])
+
+
+class Begun:
+    """An executor that keeps what is begun."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def begin(self, job: Job) -> None:
+        self.jobs.append(job)
+
+
+LIKELY = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",), isolate=True, time_budget_s=7.0))
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that are begun, with whatever executor."""
+    executor = Begun()
+    monkeypatch.setattr(Handle, "executor", lambda *_, **__: executor)
+    return executor.jobs
+
+
+def test_the_device_begins_with_what_measuring_will_ask(
+    handle: Handle, begun: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it waits while results are recorded, 15 ms a problem."""
+    asked: list[Job] = []
+
+    def run(self: Measuring, candidates: Iterable[Candidate], effort: Effort, **_: object) -> list[Outcome]:
+        asked.append(Job(network_config=PROBLEM.network_config, candidates=tuple(candidates), effort=effort))
+        return []
+
+    monkeypatch.setattr(Measuring, "run", run)
+    (plan,) = tuning_plans(PROBLEM, LIKELY, handle)
+    pool = Pool()
+    begin(PROBLEM, LIKELY.find, handle, plan, pool)  # type: ignore[arg-type]
+    monkeypatch.setattr(Begun, "prepare", lambda self: None, raising=False)
+    monkeypatch.setattr("miofind.find.measuring._refuse_capture", lambda _: None)
+    with pytest.raises(NoSolutionError):
+        measure(PROBLEM, LIKELY.find, handle, likeliest=plan)
+    assert len(begun) == 1
+    assert replace(begun[0], budget_s=math.inf) == asked[0]
+    assert begun[0].budget_s == 7.0
+
+
+@pytest.mark.parametrize("why", ["known", "in this process", "cannot be compiled", "a solver fails", "sure"])
+def test_nothing_is_begun_that_is_not_sure(
+    why: str, handle: Handle, begun: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plan,) = tuning_plans(PROBLEM, LIKELY, handle)
+    find, pool = LIKELY.find, Pool()
+    if why == "known":
+        handle.database.record(handle.device.identity, PROBLEM.network_config, [row()])
+    elif why == "in this process":
+        find = replace(find, isolate=False)
+    elif why == "cannot be compiled":
+        pool.broken = True
+    elif why == "a solver fails":
+        monkeypatch.setattr(Planned, "kernels", lambda *_: 1 / 0)
+    begin(PROBLEM, find, handle, plan, pool)  # type: ignore[arg-type]
+    assert len(begun) == (why == "sure")
+
+
+@pytest.mark.parametrize("change", [{}, {"recheck": True}, {"force": True}])
+def test_the_next_problem_is_begun_when_the_device_is_at_rest(
+    change: dict[str, bool], handle: Handle, begun: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ProblemDescription.convolution(x=(2, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
+    requests = [SuiteProblem(problem=each, suite="", layer="", count=1) for each in (PROBLEM, other)]
+    options, pool = replace(LIKELY, **change), Pool()
+    precompiler = Precompiler(pool, options, defers=True)  # type: ignore[arg-type]
+    precompiler.prepare([PROBLEM, other], handle)
+    precompiler._helper.finish()
+    pool.compiling.clear()
+    seen: list[tuple[str, ...]] = []
+
+    def tuned(task: Task, *_: object, at_rest: Callable[[], None]) -> TuneResult:
+        at_rest()
+        seen.append(tuple(each.network_config for each in begun))
+        return failed(task, "")
+
+    monkeypatch.setattr("miofind.tune.worker.tuned", tuned)
+    queue = TaskQueue(tasks_of(requests, [handle], LIKELY), seconds=math.inf)
+    Worker(0, handle, options, queue, precompiler=precompiler, tell=lambda _: None).run()
+    assert len(seen) == 2
+    assert set(seen) == ({()} if "recheck" in change else {(PROBLEM.network_config,)})
+
+
+def test_what_the_queue_promised_goes_first(handle: Handle) -> None:
+    """Though a heavier problem is ready by then, or the promised one is prepared anew."""
+    heavy = ProblemDescription.convolution(x=(9, 8, 99, 99), w=(16, 8, 3, 3), dtype="float16")
+    requests = [SuiteProblem(problem=each, suite="", layer="", count=1) for each in (PROBLEM, heavy)]
+    preparing = {heavy}
+    queue = TaskQueue(tasks_of(requests, [handle], OPTIONS), seconds=math.inf)
+    queue.defer(lambda task: task.request.problem in preparing, 8)
+    kind = handle.device.identity
+    promised = queue.promised(kind)
+    assert promised is not None
+    assert promised.request.problem == PROBLEM
+    preparing.clear()
+    preparing.add(PROBLEM)
+    assert queue.take(kind) is promised
+    preparing.add(heavy)
+    assert queue.promised(kind) is None, "it is still prepared"
+    preparing.clear()
+    last = queue.take(kind)
+    assert last is not None
+    assert last.request.problem == heavy
+    assert queue.promised(kind) is None, "there is none left"
+
+
+@pytest.mark.parametrize("why", ["closed", "out of time"])
+def test_a_queue_that_gives_nothing_promises_nothing(why: str, handle: Handle) -> None:
+    requests = [SuiteProblem(problem=PROBLEM, suite="", layer="", count=1)]
+    queue = TaskQueue(tasks_of(requests, [handle], OPTIONS), seconds=0 if why == "out of time" else math.inf)
+    if why == "closed":
+        queue.close()
+    assert queue.promised(handle.device.identity) is None
 
 
 @pytest.fixture
