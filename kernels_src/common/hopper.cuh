@@ -97,6 +97,28 @@ __device__ __forceinline__ void tma_load_im2col(unsigned to, const TensorMap* ma
         : "memory");
 }
 
+#ifdef VARIANT_VOLUME
+// The same of a tensor of C, W, H, D, N.
+template <int kMulticast = 1>
+__device__ __forceinline__ void tma_load_im2col(unsigned to, const TensorMap* map, unsigned barrier, int c, int w,
+                                                int h, int d, int n, unsigned short tap_w, unsigned short tap_h,
+                                                unsigned short tap_d, unsigned short cta_mask) {
+  if constexpr (kMulticast == 1)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6, %7}], [%2], {%8, %9, %10};" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(tap_w), "h"(tap_h), "h"(tap_d)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10}, %11;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(tap_w), "h"(tap_h), "h"(tap_d),
+        "h"(cta_mask)
+        : "memory");
+}
+#endif
+
 __device__ __forceinline__ void tma_store(const TensorMap* map, unsigned from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
                "r"(x), "r"(y), "r"(z)

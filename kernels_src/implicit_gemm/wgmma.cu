@@ -9,6 +9,7 @@
 // blocks take work tiles: tiles, or splits of their K, whose float32 partials a second pass adds in order. The
 // CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles and multicast what they share; or CLUSTER_K blocks
 // split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.
+// VARIANT_VOLUME: pixels and taps have a depth, too.
 #include "common/opaque.cuh"
 #include "common/split_k.cuh"
 #include "implicit_gemm/wgmma_epilogue.cuh"

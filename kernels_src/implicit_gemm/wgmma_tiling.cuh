@@ -93,6 +93,20 @@ struct Phase {
   PHASE_FIELDS
 };
 
+#ifdef VARIANT_VOLUME
+#if !defined(VOLUME_FIELDS)
+#error "define VOLUME_FIELDS"
+#endif
+static_assert(!STRIDED && NCHW != NCHW_A, "volumes have no strided backward data, and no y alone with channels first");
+
+// What the pixels of volumes are besides. The walk counts the planes of all images as its images, `depth` of them each,
+// from `low_d` on, a stride apart; and as rows of taps those of all the filter's planes, `plane_taps_y` of them each, a
+// dilation apart. `offset_d` is for depth what a phase's offset is.
+struct Volume {
+  VOLUME_FIELDS
+};
+#endif
+
 // One convolution; sizes are of one group. `size_m` x `size_n` is the product, for WEIGHTS of one tap. A tap has
 // `tap_blocks`: k-tiles of its `channels` terms, or for WEIGHTS N blocks. NCHW pixels, where they are N or K, are
 // walked as one row of `width` N blocks or k-tiles; an NCHW output has images of `image_pixels`. The output, and each

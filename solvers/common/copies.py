@@ -10,8 +10,9 @@ from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Box, Im2col, Pointer, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 
-_MAX_CORNER = 127
-_MAX_TAP_OFFSET = 255
+# By spatial dimensions.
+_MAX_CORNER = {2: 127, 3: 15}
+_MAX_TAP_OFFSET = {2: 255, 3: 31}
 _MAX_STRIDE = 8
 
 
@@ -44,18 +45,18 @@ def pixels_map(product: WgmmaProduct, channels: int, pixels: int, *, boxes: bool
             im2col mode, padding as zeros.
     """
     problem, conv = product.problem, product.problem.conv
-    _, depth, height, width = problem.tensor(product.pixels).shape
+    _, depth, *image = problem.tensor(product.pixels).shape
     if boxes:
-        sizes = (depth // problem.groups, problem.groups, height * width * problem.n)
+        sizes = (depth // problem.groups, problem.groups, math.prod(image) * problem.n)
         return packed_map(problem, product.pixels, sizes, Box(sizes=(channels, 1, pixels)))
     walk = Im2col(
         lower=product.low[::-1],
         upper=product.high[::-1],
-        strides=(1, 1) if problem.direction is Direction.BACKWARD_DATA else conv.stride[::-1],
+        strides=(1,) * len(image) if problem.direction is Direction.BACKWARD_DATA else conv.stride[::-1],
         channels=channels,
         pixels=pixels,
     )
-    return packed_map(problem, product.pixels, (depth, width, height, problem.n), walk)
+    return packed_map(problem, product.pixels, (depth, *image[::-1], problem.n), walk)
 
 
 def refuse_copies(product: WgmmaProduct) -> Applicability:
@@ -63,13 +64,12 @@ def refuse_copies(product: WgmmaProduct) -> Applicability:
 
     Source: CUDA driver API, cuTensorMapEncodeIm2col.
     """
-    if max(map(abs, (*product.low, *product.high))) > _MAX_CORNER:
-        return Applicability(
-            f"copies meet pixels up to {_MAX_CORNER} beyond the tensor: padding or filter is too large"
-        )
-    conv = product.problem.conv
-    if max((t - 1) * d for t, d in zip(product.problem.filter, conv.dilation, strict=True)) > _MAX_TAP_OFFSET:
-        return Applicability(f"taps reach at most {_MAX_TAP_OFFSET} pixels: the filter is too large")
+    conv, dims = product.problem.conv, product.problem.spatial_dims
+    if max(map(abs, (*product.low, *product.high))) > (corner := _MAX_CORNER[dims]):
+        return Applicability(f"copies meet pixels up to {corner} beyond the tensor: padding or filter is too large")
+    reach = max((t - 1) * d for t, d in zip(product.problem.filter, conv.dilation, strict=True))
+    if reach > (most := _MAX_TAP_OFFSET[dims]):
+        return Applicability(f"taps reach at most {most} pixels: the filter is too large")
     if max(conv.stride) > _MAX_STRIDE:
         return Applicability(f"stride {conv.stride} is more than {_MAX_STRIDE}")
     return APPLICABLE

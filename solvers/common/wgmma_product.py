@@ -100,19 +100,19 @@ class WgmmaProduct:
     """A problem as a matrix product, the same for all configurations, each of which asks for what follows from it.
 
     Attributes:
-        problem: lifted to two spatial dimensions.
+        problem: lifted to two spatial dimensions; or of three, a volume.
         size_m, size_n: M and N of one group. For backward weights N is of one tap. For strided backward data M is of
             one phase: all phases walk as many pixels, some beyond the tensor.
         size_k: K: channels or filters of one tap, or output pixels.
-        taps: of the filter.
+        taps: of the filter: rows of taps, of a volume those of all planes, and taps of a row.
         pixels: name of the tensor that TMA loads pixel by pixel (im2col).
-        walked: height and width of the pixels that the walk visits in one image.
-        low, high: their corners, height first.
+        walked: height and width of the pixels that the walk visits in one image, of a volume in one plane.
+        low, high: their corners, by spatial dimension.
         nchw: which tensors are NCHW; if any is, pixels are N, but for backward weights.
-        phase_axes: the sub-filters along both axes.
+        phase_axes: the sub-filters along both axes, of a volume in a plane.
         phases: one for each pair of them, most taps first.
         tap_strides: between the taps of a sub-filter.
-        dilation: between the pixels that neighbouring taps of a sub-filter meet.
+        dilation: between the pixels that neighbouring taps of a sub-filter meet, by spatial dimension.
     """
 
     problem: ProblemDescription
@@ -122,17 +122,17 @@ class WgmmaProduct:
     taps: tuple[int, int]
     pixels: str
     walked: tuple[int, int]
-    low: tuple[int, int]
-    high: tuple[int, int]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
     nchw: NchwTensors
     phase_axes: tuple[tuple[PhaseAxis, ...], tuple[PhaseAxis, ...]]
     phases: tuple[Phase, ...]
     tap_strides: tuple[int, int]
-    dilation: tuple[int, int]
+    dilation: tuple[int, ...]
 
     @staticmethod
     def of(problem: ProblemDescription) -> WgmmaProduct:
-        """The product of a problem of one or two spatial dimensions; the last one asked for is kept."""
+        """The product of a problem, strided backward data of up to two dimensions; the last one asked for is kept."""
         return _product(problem)
 
     @cached_property
@@ -153,6 +153,11 @@ class WgmmaProduct:
     def is_weights(self) -> bool:
         """Whether the problem is backward weights."""
         return self.problem.direction is Direction.BACKWARD_WEIGHTS
+
+    @cached_property
+    def is_volume(self) -> bool:
+        """Whether the problem has three spatial dimensions."""
+        return self.problem.spatial_dims == 3
 
     @cached_property
     def is_pointwise(self) -> bool:
@@ -221,50 +226,49 @@ class WgmmaProduct:
 
 @functools.lru_cache(maxsize=1)
 def _product(problem: ProblemDescription) -> WgmmaProduct:
-    planar = problem.lifted(2)
-    conv = planar.conv
-    c, k = planar.c // planar.groups, planar.k // planar.groups
-    taps = (planar.filter[0], planar.filter[1])
-    reach = [(taps[i] - 1) * conv.dilation[i] for i in range(2)]
-    outputs = math.prod(planar.out_spatial) * planar.n
-    nchw = NchwTensors.of(planar) or NchwTensors.NONE
-    tap_strides, dilation = [1, 1], list(conv.dilation)
-    phase_axes = [[PhaseAxis(at=0, first=0, taps=count, offset=0)] for count in taps]
-    if planar.direction is Direction.BACKWARD_DATA:
-        steps = [math.gcd(conv.stride[i], conv.dilation[i]) for i in range(2)]
-        tap_strides = [conv.stride[i] // steps[i] for i in range(2)]
-        dilation = [conv.dilation[i] // steps[i] for i in range(2)]
-        found = [_phase_axes(planar, axis) for axis in range(2)]
-        low = [min(one.offset - (one.taps - 1) * dilation[i] for one in found[i] if one.taps) for i in range(2)]
+    lifted = problem.lifted(max(2, problem.spatial_dims))
+    conv, axes = lifted.conv, range(lifted.spatial_dims)
+    c, k = lifted.c // lifted.groups, lifted.k // lifted.groups
+    taps = (math.prod(lifted.filter[:-1]), lifted.filter[-1])
+    outputs = math.prod(lifted.out_spatial) * lifted.n
+    nchw = NchwTensors.of(lifted) or NchwTensors.NONE
+    tap_strides, dilation = (1, 1), conv.dilation
+    phase_axes = [[PhaseAxis(at=0, first=0, taps=count, offset=0)] for count in lifted.filter[-2:]]
+    if lifted.direction is Direction.BACKWARD_DATA:
+        steps = [math.gcd(conv.stride[i], conv.dilation[i]) for i in axes]
+        tap_strides = (conv.stride[-2] // steps[-2], conv.stride[-1] // steps[-1])
+        dilation = tuple(conv.dilation[i] // steps[i] for i in axes)
+        found = [_phase_axes(lifted, axis) for axis in axes]
+        low = tuple(min(one.offset - (one.taps - 1) * dilation[i] for one in found[i] if one.taps) for i in axes)
         phase_axes = [
-            [replace(one, offset=one.offset - low[i] if one.taps else 0) for one in found[i]] for i in range(2)
+            [replace(one, offset=one.offset - low[i] if one.taps else 0) for one in found[i]] for i in axes[-2:]
         ]
-        walked = tuple(ceil_div(planar.spatial[i], conv.stride[i]) for i in range(2))
-        high = [low[i] + walked[i] - planar.out_spatial[i] for i in range(2)]
-        size_m, size_n, size_k, pixels = math.prod(walked) * planar.n, c, k, "y"
+        visited = tuple(ceil_div(lifted.spatial[i], conv.stride[i]) for i in axes)
+        high = tuple(low[i] + visited[i] - lifted.out_spatial[i] for i in axes)
+        size_m, size_n, size_k, pixels = math.prod(visited) * lifted.n, c, k, "y"
     else:
-        low = [-conv.pad_before[i] for i in range(2)]
-        high = [conv.pad_after[i] - reach[i] for i in range(2)]
-        pixels, walked = "x", planar.out_spatial
-        forward = planar.direction is Direction.FORWARD
+        low = tuple(-conv.pad_before[i] for i in axes)
+        high = tuple(conv.pad_after[i] - (lifted.filter[i] - 1) * conv.dilation[i] for i in axes)
+        pixels, visited = "x", lifted.out_spatial
+        forward = lifted.direction is Direction.FORWARD
         size_m, size_n, size_k = (outputs, k, c) if forward else (k, c, outputs)
-    if nchw is not NchwTensors.NONE and planar.direction is not Direction.BACKWARD_WEIGHTS:
+    if nchw is not NchwTensors.NONE and lifted.direction is not Direction.BACKWARD_WEIGHTS:
         size_m, size_n = size_n, size_m
     return WgmmaProduct(
-        problem=planar,
+        problem=lifted,
         size_m=size_m,
         size_n=size_n,
         size_k=size_k,
         taps=taps,
         pixels=pixels,
-        walked=(walked[0], walked[1]),
-        low=(low[0], low[1]),
-        high=(high[0], high[1]),
+        walked=(visited[-2], visited[-1]),
+        low=low,
+        high=high,
         nchw=nchw,
         phase_axes=(tuple(phase_axes[0]), tuple(phase_axes[1])),
-        phases=_phases(planar, phase_axes),
-        tap_strides=(tap_strides[0], tap_strides[1]),
-        dilation=(dilation[0], dilation[1]),
+        phases=_phases(lifted, phase_axes, math.prod(lifted.filter[:-2])),
+        tap_strides=tap_strides,
+        dilation=dilation,
     )
 
 
@@ -285,11 +289,12 @@ def _phase_axes(problem: ProblemDescription, axis: int) -> list[PhaseAxis]:
     return found
 
 
-def _phases(problem: ProblemDescription, phase_axes: Sequence[Sequence[PhaseAxis]]) -> tuple[Phase, ...]:
+def _phases(problem: ProblemDescription, phase_axes: Sequence[Sequence[PhaseAxis]], planes: int) -> tuple[Phase, ...]:
+    """Each has so many planes of taps."""
     if problem.direction is Direction.BACKWARD_WEIGHTS:
         return (Phase(row=0, column=0, taps=1),)
     found = [
-        Phase(row=i, column=j, taps=row.taps * column.taps)
+        Phase(row=i, column=j, taps=planes * row.taps * column.taps)
         for i, row in enumerate(phase_axes[0])
         for j, column in enumerate(phase_axes[1])
     ]

@@ -43,9 +43,9 @@ def pixel_walk(product: WgmmaProduct, walked: tuple[int, int]) -> Struct:
     """The `PIXEL_WALK` of a product.
 
     Args:
-        walked: height and width of the pixels of one image, or what the kernel counts in their place.
+        walked: height and width of the pixels of one image or plane, or what the kernel counts in their place.
     """
-    (stride_h, stride_w), (low_h, low_w) = product.problem.conv.stride, product.low
+    (stride_h, stride_w), (low_h, low_w) = product.problem.conv.stride[-2:], product.low[-2:]
     return PIXEL_WALK(
         height=divide_by(walked[0]),
         width=divide_by(walked[1]),
@@ -53,6 +53,6 @@ def pixel_walk(product: WgmmaProduct, walked: tuple[int, int]) -> Struct:
         stride_w=stride_w,
         low_h=low_h,
         low_w=low_w,
-        dilation_h=product.dilation[0],
-        dilation_w=product.dilation[1],
+        dilation_h=product.dilation[-2],
+        dilation_w=product.dilation[-1],
     )

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -56,7 +56,9 @@ from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_shortlist import CLUSTER_SPLITS, SPLITS, STAGES, WIDTHS, short_list, varied
 from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
 
-_SOURCE = "implicit_gemm/wgmma.cu"
+SOURCES = {2: "implicit_gemm/wgmma.cu", 3: "implicit_gemm/wgmma_volume.cu"}
+"""The kernels' by spatial dimensions: those of one are lifted to two."""
+
 _FILTERS = "filters"
 _PARTIAL_BIAS_GRADIENT = "partial bias gradient"
 _FILTERS_OF_BLOCK = 32  # whose bias gradient a block of the reduction adds, as in the kernel
@@ -68,28 +70,39 @@ _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Directi
 
 PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS, log2_cluster_k="int32")
 _NO_PHASE = PHASE(h=NO_PHASE_AXIS, w=NO_PHASE_AXIS, log2_cluster_k=0)
-SHAPE = StructType(
-    "Shape",
-    walk=PIXEL_WALK,
-    grid=TILE_GRID,
-    size_m="int32",
-    size_n="int32",
-    groups="int32",
-    channels="int32",
-    taps_y="int32",
-    taps_x=DIVISOR,
-    tap_blocks=DIVISOR,
-    image_pixels="int32",
-    out_size="int32",
-    dx_height="int32",
-    dx_width="int32",
-    tap_stride_h="int32",
-    tap_stride_w="int32",
-    phases=(PHASE, MAX_PHASES),
-    phases_with_taps="int32",
-    phase_count="int32",
+VOLUME = StructType(
+    "Volume",
+    depth=DIVISOR,
+    plane_taps_y=DIVISOR,
+    stride_d="int32",
+    low_d="int32",
+    dilation_d="int32",
+    offset_d="int32",
 )
+_SHAPE_FIELDS: dict[str, Any] = {
+    "walk": PIXEL_WALK,
+    "grid": TILE_GRID,
+    "size_m": "int32",
+    "size_n": "int32",
+    "groups": "int32",
+    "channels": "int32",
+    "taps_y": "int32",
+    "taps_x": DIVISOR,
+    "tap_blocks": DIVISOR,
+    "image_pixels": "int32",
+    "out_size": "int32",
+    "dx_height": "int32",
+    "dx_width": "int32",
+    "tap_stride_h": "int32",
+    "tap_stride_w": "int32",
+    "phases": (PHASE, MAX_PHASES),
+    "phases_with_taps": "int32",
+    "phase_count": "int32",
+}
+SHAPE = StructType("Shape", **_SHAPE_FIELDS)
 """All numbers of a launch; kernels_src/implicit_gemm/wgmma_tiling.cuh says what each is."""
+SHAPE_OF_VOLUME = StructType("Shape", **_SHAPE_FIELDS, volume=VOLUME)
+"""The same for three dimensions."""
 
 
 def _map(
@@ -175,9 +188,10 @@ def _grid(tiling: WgmmaTiling) -> Struct:
 
 def _shape(tiling: WgmmaTiling) -> Struct:
     product, problem = tiling.product, tiling.product.problem
-    height, width = problem.spatial
+    *_, height, width = problem.spatial
     tap_stride_h, tap_stride_w = product.tap_strides
-    return SHAPE(
+    shape, more = (SHAPE_OF_VOLUME, {"volume": _volume(product)}) if product.is_volume else (SHAPE, {})
+    return shape(
         walk=pixel_walk(product, tiling.grid.walked),
         grid=_grid(tiling),
         size_m=tiling.grid.size_m,
@@ -196,6 +210,23 @@ def _shape(tiling: WgmmaTiling) -> Struct:
         phases=tuple(_phase(tiling, number) for number in range(MAX_PHASES)),
         phases_with_taps=len(tiling.phase_cluster_k),
         phase_count=len(product.phases),
+        **more,
+    )
+
+
+def _volume(product: WgmmaProduct) -> Struct:
+    """What the walk over a volume's planes, and over its filter's, does not know."""
+    problem = product.problem
+    is_data = problem.direction is Direction.BACKWARD_DATA
+    depth, *_ = problem.spatial if is_data else problem.out_spatial
+    taps_z, taps_y, _ = problem.filter
+    return VOLUME(
+        depth=divide_by(depth),
+        plane_taps_y=divide_by(taps_y),
+        stride_d=1 if is_data else problem.conv.stride[0],
+        low_d=product.low[0],
+        dilation_d=product.dilation[0],
+        offset_d=(taps_z - 1) * product.dilation[0] if is_data else 0,
     )
 
 
@@ -205,7 +236,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
     if tiling.cluster_k == 1:
         clusters = min(clusters, max(1, device.sm_count * tiling.blocks // blocks))
     return KernelStep(
-        source=_SOURCE,
+        source=SOURCES[tiling.product.problem.spatial_dims],
         entry="implicit_gemm_wgmma",
         grid=(clusters * blocks, 1, 1),
         block=(tiling.tile.threads, 1, 1),
@@ -271,9 +302,15 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         ("NCHW", product.nchw.value),
         ("SEGMENT", tiling.segment),
         ("STRIDED", int(product.is_strided)),
-        *(struct.define for struct in (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE, SHAPE)),
+        *(struct.define for struct in _structs(product)),
         *_fused_defines(product.problem),
     )
+
+
+def _structs(product: WgmmaProduct) -> tuple[StructType, ...]:
+    """The structures that the kernel declares with fields from here."""
+    common = (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE)
+    return (*common, VOLUME, SHAPE_OF_VOLUME) if product.is_volume else (*common, SHAPE)
 
 
 def _reduction(tiling: WgmmaTiling, first: KernelStep) -> KernelStep:
@@ -385,7 +422,7 @@ class ConvImplicitGemmWgmma(Solver):
     )
     alignment_bytes = 16
     is_dynamic = True
-    sources = (_SOURCE, _TRANSPOSE)
+    sources = (SOURCES[2], _TRANSPOSE)
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "consumers": (1, 2, 3),
         "rows": (1, 2),

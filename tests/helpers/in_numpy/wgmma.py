@@ -52,30 +52,31 @@ def _matrix(box: Array) -> Array:
     return np.squeeze(box, axis)
 
 
-def walked_pixels(
-    tensor_map: TensorMap, image: Array, at: tuple[int, int, int, int], tap: tuple[int, int]
-) -> tuple[Any, Any]:
+def walked_pixels(tensor_map: TensorMap, image: Array, at: tuple[int, ...], tap: tuple[int, ...]) -> tuple[Any, Any]:
     """Where pixels are in a tensor and in a copy (pixels, channels), in the order of a walk from one (channel, w, h, n)
-    on, moved by a tap (w, h); those inside alone.
+    on, of a volume (channel, w, h, d, n), moved by a tap (w, h) or (w, h, d); those inside alone.
     """
     walk = tensor_map.copy
     assert isinstance(walk, Im2col)
     channel, *corner, n = at
-    axes = [range(walk.lower[i], tensor_map.sizes[1 + i] + walk.upper[i], walk.strides[i]) for i in range(2)]
-    w, h = (axis.index(place) for axis, place in zip(axes, corner, strict=True))  # the walk comes there
-    number = (n * len(axes[1]) + h) * len(axes[0]) + w + np.arange(walk.pixels)
-    lines, columns = np.divmod(number, len(axes[0]))
-    images, rows = np.divmod(lines, len(axes[1]))
-    columns, rows = np.array(axes[0])[columns] + tap[0], np.array(axes[1])[rows] + tap[1]
-    inside = (images < image.shape[0]) & (rows >= 0) & (rows < image.shape[1])
-    inside &= (columns >= 0) & (columns < image.shape[2])
-    channels = max(0, min(walk.channels, image.shape[3] - channel))
-    there = images[inside], rows[inside], columns[inside], slice(channel, channel + channels)
-    return there, (inside, slice(channels))
+    dims = range(len(corner))
+    axes = [range(walk.lower[i], tensor_map.sizes[1 + i] + walk.upper[i], walk.strides[i]) for i in dims]
+    number = n
+    for axis, place in reversed(list(zip(axes, corner, strict=True))):
+        number = number * len(axis) + axis.index(place)  # the walk comes there
+    rest, inside, places = number + np.arange(walk.pixels), np.full(walk.pixels, True), []
+    for i, axis in zip(dims, axes, strict=True):
+        rest, place = np.divmod(rest, len(axis))
+        places.append(np.array(axis)[place] + tap[i])
+        inside &= (places[-1] >= 0) & (places[-1] < image.shape[-2 - i])
+    inside &= rest < image.shape[0]
+    channels = max(0, min(walk.channels, image.shape[-1] - channel))
+    there = tuple(place[inside] for place in (rest, *reversed(places)))
+    return (*there, slice(channel, channel + channels)), (inside, slice(channels))
 
 
-def copied_pixels(tensor_map: TensorMap, memory: Array, at: tuple[int, int, int, int], tap: tuple[int, int]) -> Array:
-    """Pixels in the order of a walk from one (channel, w, h, n) on, moved by a tap (w, h): (pixels, channels)."""
+def copied_pixels(tensor_map: TensorMap, memory: Array, at: tuple[int, ...], tap: tuple[int, ...]) -> Array:
+    """Pixels in the order of such a walk: (pixels, channels)."""
     image, walk = viewed(tensor_map, memory), tensor_map.copy
     assert isinstance(walk, Im2col)
     there, here = walked_pixels(tensor_map, image, at, tap)
@@ -142,7 +143,8 @@ class Launch:
     def __init__(self, step: KernelStep, named: dict[str, Any], memory: dict[str, Array]) -> None:
         defines = dict(step.defines)
         rows, columns, self.target = (arg for arg in step.args if isinstance(arg, TensorMap))
-        self.named, self.memory, self.kind = named, memory, defines["KIND"]
+        self.is_volume = "volume" in named
+        self.named, self.memory, self.kind = {**named, **named.get("volume", {})}, memory, defines["KIND"]
         self.weights, self.swapped = self.kind == "WEIGHTS", bool(defines["SWAPPED"])
         self.pointwise, self.strided = bool(defines["POINTWISE"]), bool(defines["STRIDED"])
         self.nchw, self.segment = defines["NCHW"], int(defines["SEGMENT"])
@@ -231,7 +233,7 @@ class Launch:
             number, phase = number - items, phase + 1
             assert phase < self.phases_with_taps
 
-    def _tap(self, work: WorkTile, step: int) -> tuple[int, int, int]:
+    def _tap(self, work: WorkTile, step: int) -> tuple[int, tuple[int, ...]]:
         """The tap of a step by its number in the filter, and how far its pixels are from where the walk is."""
         named, (h, w) = self.named, self.phases[work.phase]
         tap_y, tap_x = divmod(step // named["tap_blocks"], w.taps if self.strided else named["taps_x"])
@@ -240,11 +242,20 @@ class Launch:
             first, steps = (h.first, w.first), (named["tap_stride_h"], named["tap_stride_w"])
             number = (first[0] + tap_y * steps[0]) * named["taps_x"] + first[1] + tap_x * steps[1]
         assert number < self.taps
-        moved = (tap_y * named["dilation_h"], tap_x * named["dilation_w"])
+        moved = self._moved(tap_y, tap_x)
         if self.kind == "DATA":
-            moved = (h.offset - moved[0], w.offset - moved[1])
-        assert all(0 <= pixels <= 255 for pixels in moved)
-        return number, *moved
+            offsets = (*([named["offset_d"]] if self.is_volume else []), h.offset, w.offset)
+            moved = tuple(offset - place for offset, place in zip(offsets, moved, strict=True))
+        assert all(0 <= pixels <= (31 if self.is_volume else 255) for pixels in moved)
+        return number, moved
+
+    def _moved(self, tap_y: int, tap_x: int) -> tuple[int, ...]:
+        """How far the pixels of a tap are from those of the first one, outermost first."""
+        named = self.named
+        if not self.is_volume:
+            return tap_y * named["dilation_h"], tap_x * named["dilation_w"]
+        tap_z, tap_y = divmod(tap_y, named["plane_taps_y"])
+        return tap_z * named["dilation_d"], tap_y * named["dilation_h"], tap_x * named["dilation_w"]
 
     def _columns(self, work: WorkTile, block: int) -> Columns | None:
         number = work.tile_n * (self.tile_n // self.block_n) + block
@@ -283,18 +294,21 @@ class Launch:
         """Pixels of channels from one on: (channels, pixels)."""
         return copied_box(pixels, self.memory[pixels.pointer.buffer], place[1], channel, place[0])
 
-    def _walked(self, number: int, channel: int, moved: tuple[int, int]) -> Array:
-        """Pixels from a number on, moved by a tap (h, w)."""
+    def _walked(self, number: int, channel: int, moved: tuple[int, ...]) -> Array:
+        """Pixels from a number on, moved by a tap, outermost first."""
         named, memory = self.named, self.memory[self.pixels.pointer.buffer]
         row, w = divmod(number, named["width"])
         n, h = divmod(row, named["height"])
         strides = (1, 1) if self.strided else (named["stride_h"], named["stride_w"])
-        corner = (w * strides[1] + named["low_w"], h * strides[0] + named["low_h"])
-        return copied_pixels(self.pixels, memory, (channel, *corner, n), (moved[1], moved[0]))
+        corner = [w * strides[1] + named["low_w"], h * strides[0] + named["low_h"]]
+        if self.is_volume:
+            n, d = divmod(n, named["depth"])
+            corner.append(d * named["stride_d"] + named["low_d"])
+        return copied_pixels(self.pixels, memory, (channel, *corner, n), moved[::-1])
 
     def _pixels_at(self, work: WorkTile, step: int) -> Array:
         named, memory = self.named, self.memory[self.pixels.pointer.buffer]
-        chunk, (_, *moved) = step % named["tap_blocks"], self._tap(work, step)
+        chunk, (_, moved) = step % named["tap_blocks"], self._tap(work, step)
         length = self.tile_n if self.pixel_columns else self.tile_m
         first, first_k = (work.tile_n if self.pixel_columns else work.tile_m) * length, chunk * self.tile_k
         if self.nchw_n:
@@ -308,7 +322,7 @@ class Launch:
             if self.pointwise:
                 shares.append(copied_box(self.pixels, memory, first_k, work.group, number))
             else:
-                shares.append(self._walked(number, work.group * named["channels"] + first_k, (moved[0], moved[1])))
+                shares.append(self._walked(number, work.group * named["channels"] + first_k, moved))
         return np.concatenate(shares)
 
     def _filters(self, work: WorkTile, step: int) -> Array:
@@ -365,8 +379,7 @@ class Launch:
                 else:
                     channel = work.group * named["size_n"] + columns.first
                     tap_y, tap_x = divmod(columns.tap, named["taps_x"])
-                    moved = (tap_y * named["dilation_h"], tap_x * named["dilation_w"])
-                    parts.append(self._walked(number, channel, moved))
+                    parts.append(self._walked(number, channel, self._moved(tap_y, tap_x)))
             copied[block * self.block_n : (block + 1) * self.block_n] = np.concatenate(parts).T
         return copied
 
