@@ -31,7 +31,7 @@ from miofind.solver.steps import (
     TensorMap,
     WorkspacePlan,
 )
-from miofind.solver.structs import Struct, number_in_memory
+from miofind.solver.structs import number_in_memory
 
 if TYPE_CHECKING:
     from miofind.compiler import Kernel
@@ -123,13 +123,11 @@ class BoundKernel:
         parameters = (ctypes.c_void_p * max(1, len(step.args)))()
         numbers: list[Any] = []
         self._following: list[_BoundMap | _BoundEpilogue] = []
+        next_address = ctypes.addressof(self._addresses)
         for i, arg in enumerate(step.args):
-            if isinstance(arg, Scalar):
-                numbers.append(number_in_memory(arg.ctype, arg.value))
-                parameters[i] = ctypes.addressof(numbers[-1])
-            elif isinstance(arg, Struct):
-                numbers.append(arg.in_memory())
-                parameters[i] = ctypes.addressof(numbers[-1])
+            if isinstance(arg, Pointer):
+                parameters[i] = next_address
+                next_address += ctypes.sizeof(ctypes.c_uint64)
             elif isinstance(arg, TensorMap):
                 self._following.append(_BoundMap(arg, place(arg.pointer)))
                 parameters[i] = self._following[-1].address
@@ -137,8 +135,9 @@ class BoundKernel:
                 self._following.append(_BoundEpilogue(arg, place))
                 parameters[i] = self._following[-1].address
             else:
-                before = sum(isinstance(earlier, Pointer) for earlier in step.args[:i])
-                parameters[i] = ctypes.addressof(self._addresses) + 8 * before
+                content = number_in_memory(arg.ctype, arg.value) if isinstance(arg, Scalar) else arg.in_memory()
+                numbers.append(ctypes.create_string_buffer(content))
+                parameters[i] = ctypes.addressof(numbers[-1])
         places = [place(pointer) for pointer in pointers]
         places += [BasedAddress(0, 0)] * (2 - len(places))  # so that `_pick` always gives a tuple
         offsets = tuple(where.offset for where in places)

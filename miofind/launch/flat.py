@@ -184,5 +184,6 @@ def _parameter(argument: Argument, place: Place, parameters: EpilogueParameters)
         return FlatParameter(
             content=content, fixups=tuple(Fixup(8 * i, place(p)) for i, p in operands if p is not None)
         )
-    held = number_in_memory(argument.ctype, argument.value) if isinstance(argument, Scalar) else argument.in_memory()
-    return FlatParameter(content=bytes(held))
+    if isinstance(argument, Scalar):
+        return FlatParameter(content=number_in_memory(argument.ctype, argument.value))
+    return FlatParameter(content=argument.in_memory())

@@ -12,40 +12,52 @@ declarations reach the source as a define, so that neither side lists them again
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import math
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miofind.errors import LaunchError
 
-NUMBERS: dict[str, tuple[str, Any]] = {
-    "int32": ("int", ctypes.c_int32),
-    "int64": ("long long", ctypes.c_int64),
-    "uint32": ("unsigned", ctypes.c_uint32),
-    "uint64": ("unsigned long long", ctypes.c_uint64),
-    "float32": ("float", ctypes.c_float),
-    "float64": ("double", ctypes.c_double),
+NUMBERS = {
+    "int32": ("int", "i"),
+    "int64": ("long long", "q"),
+    "uint32": ("unsigned", "I"),
+    "uint64": ("unsigned long long", "Q"),
+    "float32": ("float", "f"),
+    "float64": ("double", "d"),
 }
-"""C++ type and ctypes' type of each number that a kernel may be given."""
+"""C++ type and `struct`'s code of each number that a kernel may be given."""
 
 _NUMBER_TYPES = frozenset({int, float})
 
 
-def number_in_memory(kind: str, value: int | float) -> Any:
+def number_in_memory(kind: str, value: int | float) -> bytes:
     """A number as a launch reads it; `kind` is a key of `NUMBERS`.
 
     Raises:
-        LaunchError: the type cannot hold it: ctypes cuts an integer to its last bits without a word.
+        LaunchError: the type cannot hold it.
     """
     try:
-        number = NUMBERS[kind][1](value)
-    except (TypeError, OverflowError) as error:
-        raise LaunchError(f"{value!r:.80} is no {kind}, which the kernel takes") from error
-    if number.value != value and (not isinstance(number.value, float) or math.isinf(number.value)):
-        raise LaunchError(f"{value!r:.80} does not fit into {kind}, which the kernel takes")
-    return number
+        return packing(NUMBERS[kind][1]).pack(value)
+    except (struct.error, OverflowError) as error:
+        raise LaunchError(f"{value!r:.80} does not fit into {kind}, which the kernel takes") from error
+
+
+@functools.lru_cache(maxsize=256)
+def packing(layout: str) -> struct.Struct:
+    """What packs numbers as a layout has them: codes of `struct` for numbers and for padding, none of it implied."""
+    return struct.Struct(f"={layout}")
+
+
+def alignment_of(layout: str) -> int:
+    """Bytes that the memory of a layout begins at a multiple of: those of its largest number."""
+    return max((packing(code).size for code in layout if code.isalpha()), default=1)
+
+
+def padded(layout: str, alignment: int) -> str:
+    """A layout with padding behind it, up to a multiple of an alignment."""
+    return f"{layout}{-packing(layout).size % alignment}x"
 
 
 class StructType:
@@ -57,12 +69,13 @@ class StructType:
 
     Attributes:
         define: the define that a step passes to its source: the fields' C++ declarations.
+        layout: how its numbers lie in memory, as `packing` takes it.
 
     Raises:
         ValueError: no fields, one of no such type or of no name in C++, or an array of no whole number of elements.
     """
 
-    __slots__ = ("_names", "define", "fields", "name")
+    __slots__ = ("_names", "define", "fields", "layout", "name")
 
     def __init__(self, name: str, **fields: _Kind | tuple[_Kind, int]) -> None:
         self.name = name
@@ -85,6 +98,7 @@ class StructType:
             for field, kind, length in self.fields
         )
         self.define = (f"{name.upper()}_FIELDS", " ".join(declared))
+        self.layout = _layout(self.fields)
 
     def __call__(self, **values: _Value | Sequence[_Value]) -> Struct:
         """A value of the structure, every field by name.
@@ -153,29 +167,30 @@ class Struct:
     @property
     def bytes(self) -> int:
         """Size as the compiler lays it out, padding included."""
-        return ctypes.sizeof(_ctypes_type(self.type))
+        return packing(self.type.layout).size
+
+    @property
+    def flat(self) -> tuple[int | float, ...]:
+        """Its numbers in order, those of inner structures in their place."""
+        return tuple(_flat(self.values))
 
     @property
     def numbers(self) -> Iterator[tuple[str, int | float]]:
-        """Type and value of each number in order, those of inner structures in their place."""
-        for (_, kind, _), value in zip(self.type.fields, self.values, strict=True):
-            for element in value if isinstance(value, tuple) else (value,):
-                if isinstance(element, Struct):
-                    yield from element.numbers
-                else:
-                    assert isinstance(kind, str)
-                    yield kind, element
+        """Type and value of each number in order."""
+        return zip(_kinds(self.type.fields), self.flat, strict=True)
 
-    def in_memory(self) -> ctypes.Structure:
+    def in_memory(self) -> _Memory:
         """The structure as a launch reads it.
 
         Raises:
             LaunchError: a field's type cannot hold its number.
         """
-        for kind, value in self.numbers:
-            number_in_memory(kind, value)
-        found: ctypes.Structure = _ctypes_type(self.type)(*map(_in_memory, self.values))
-        return found
+        try:
+            return packing(self.type.layout).pack(*_flat(self.values))
+        except (struct.error, OverflowError):
+            for kind, value in self.numbers:
+                number_in_memory(kind, value)
+            raise
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Struct) and (self.type, self.values) == (other.type, other.values)
@@ -189,6 +204,8 @@ class Struct:
 
 
 _Kind = str | StructType
+_Memory = bytes  # `Struct.bytes` is something else
+_Field = tuple[str, str | StructType, int | None]
 _Value = int | float | Struct
 
 
@@ -196,17 +213,32 @@ def _brackets(length: int | None) -> str:
     return "" if length is None else f"[{length}]"
 
 
-def _in_memory(value: _Value | tuple[_Value, ...]) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_in_memory, value))
-    return value.in_memory() if isinstance(value, Struct) else value
+def _kinds(fields: Sequence[_Field]) -> Iterator[str]:
+    """The types of the numbers in fields, in order."""
+    for _, kind, length in fields:
+        for _ in range(length or 1):
+            if isinstance(kind, StructType):
+                yield from _kinds(kind.fields)
+            else:
+                yield kind
 
 
-@functools.cache
-def _ctypes_type(of: StructType) -> type[ctypes.Structure]:
-    def declared(kind: _Kind, length: int | None) -> Any:
-        one = _ctypes_type(kind) if isinstance(kind, StructType) else NUMBERS[kind][1]
-        return one if length is None else one * length
+def _layout(fields: Sequence[_Field]) -> str:
+    """Fields one after another, each at a multiple of its alignment, up to one of the largest alignment, as in C."""
+    laid = ""
+    for _, kind, length in fields:
+        layout = kind.layout if isinstance(kind, StructType) else NUMBERS[kind][1]
+        for _ in range(length or 1):
+            laid = padded(laid, alignment_of(layout)) + layout
+    return padded(laid, alignment_of(laid))
 
-    fields = [(field, declared(kind, length)) for field, kind, length in of.fields]
-    return type(of.name, (ctypes.Structure,), {"_fields_": fields})
+
+def _flat(values: Sequence[_Value | tuple[_Value, ...]]) -> Iterator[int | float]:
+    """The numbers among values, those of inner structures in their place."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        elif isinstance(value, Struct):
+            yield from _flat(value.values)
+        else:
+            yield value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from miofind.compiler import BinaryCache, Compiler
 from miofind.errors import CompileError, LaunchError
 from miofind.solver.steps import KernelStep, Pointer, Scalar
-from miofind.solver.structs import Struct, StructType, number_in_memory
+from miofind.solver.structs import NUMBERS, Struct, StructType, number_in_memory, packing
 
 INNER = StructType("Inner", by="int32", multiplier="uint32", shift="int64")
 OUTER = StructType("Outer", n="int32", scale="float64", pad=("int32", 3), inner=INNER, pairs=(INNER, 2), last="uint64")
@@ -24,6 +25,25 @@ struct Outer { OUTER_FIELDS };
 OFFSETS
 extern "C" __global__ void kernel(float* y, const __grid_constant__ Outer outer) { *y = outer.n; }
 """
+
+
+class InnerInC(ctypes.Structure):
+    """INNER as ctypes lays it out."""
+
+    _fields_ = (("by", ctypes.c_int32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_int64))
+
+
+class OuterInC(ctypes.Structure):
+    """OUTER as ctypes lays it out."""
+
+    _fields_ = (
+        ("n", ctypes.c_int32),
+        ("scale", ctypes.c_double),
+        ("pad", ctypes.c_int32 * 3),
+        ("inner", InnerInC),
+        ("pairs", InnerInC * 2),
+        ("last", ctypes.c_uint64),
+    )
 
 
 def inner(by: int) -> Struct:
@@ -47,8 +67,9 @@ def test_a_struct_gives_its_numbers_in_order() -> None:
 
 
 def test_a_struct_is_laid_out_as_the_compiler_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    laid = outer().in_memory()
-    offsets = {name: getattr(type(laid), name).offset for name, _, _ in OUTER.fields}
+    laid = OuterInC(1, 0.5, (2, 3, 4), (5, 6, 7), ((10, 11, 12), (20, 21, 22)), 2**63)
+    assert outer().in_memory() == bytes(laid)
+    offsets = {name: getattr(OuterInC, name).offset for name, _, _ in OUTER.fields}
     (tmp_path / "struct_sources").mkdir()
     (tmp_path / "struct_sources" / "__init__.py").touch()
     asserted = " ".join(f"AT({name}, {offset});" for name, offset in offsets.items())
@@ -138,5 +159,14 @@ def test_a_number_that_does_not_fit_is_refused(kind: str, value: Any) -> None:
     [("int32", -(2**31)), ("uint32", 2**32 - 1), ("uint64", 2**64 - 1), ("float32", 0.1), ("float32", math.inf)],
 )
 def test_a_number_that_fits_is_kept(kind: str, value: float) -> None:
-    assert number_in_memory(kind, value).value == pytest.approx(value)
-    assert StructType("One", size=kind)(size=value).in_memory().size == pytest.approx(value)
+    (kept,) = packing(NUMBERS[kind][1]).unpack(number_in_memory(kind, value))
+    assert kept == pytest.approx(value)
+    assert StructType("One", size=kind)(size=value).in_memory() == number_in_memory(kind, value)
+
+
+def test_a_struct_ends_where_an_array_of_it_has_the_next_one() -> None:
+    pair = StructType("Pair", wide="int64", narrow="int32")
+    assert pair(wide=1, narrow=2).bytes == 16
+    two = StructType("Two", first="int32", pairs=(pair, 2), last="float32")
+    given = two(first=1, pairs=(pair(wide=2, narrow=3), pair(wide=4, narrow=5)), last=6.0)
+    assert given.in_memory() == struct.pack("=i4xqi4xqi4xf4x", 1, 2, 3, 4, 5, 6.0)
