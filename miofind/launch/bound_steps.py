@@ -10,7 +10,7 @@ import ctypes
 import functools
 import operator
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,6 @@ from miofind.launch import tensor_maps
 from miofind.launch.pdl import pdl_launcher
 from miofind.solver.steps import (
     RUN_PARAMETERS,
-    Argument,
     CudnnStep,
     EpilogueArgument,
     FftStep,
@@ -162,30 +161,6 @@ def _plain_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int
     from cupy.cuda import driver
 
     return functools.partial(driver.launchKernel, kernel.function, *step.grid, *step.block, step.shared_bytes)
-
-
-def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[str, int], int], None]:
-    """A launcher of one kernel outside any solution, called with addresses by buffer name and a stream.
-
-    A fused kernel's numbers are among the addresses, as `EpilogueParameters` under the name RUN_PARAMETERS.
-    Not to be shared between threads.
-    """
-    names = tuple(dict.fromkeys(pointer.buffer for arg in step.args for pointer in _pointers(arg)))
-    bound = BoundKernel(step, kernel, lambda pointer: BasedAddress(names.index(pointer.buffer), pointer.offset_bytes))
-
-    def launch(addresses: Mapping[str, Any], stream: int) -> None:
-        bound([addresses[name] for name in names] or [0], stream)
-
-    return launch
-
-
-def _pointers(argument: Argument) -> Sequence[Pointer]:
-    """The addresses in an argument, the numbers of a run among them."""
-    if isinstance(argument, TensorMap):
-        return (argument.pointer,)
-    if isinstance(argument, EpilogueArgument):
-        return (*(p for p in argument.pointers if p is not None), Pointer(buffer=RUN_PARAMETERS))
-    return (argument,) if isinstance(argument, Pointer) else ()
 
 
 def library_plan(

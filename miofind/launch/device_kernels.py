@@ -5,15 +5,14 @@ Everything is asynchronous on the stream it is given.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from miofind.core.tensor import TensorDescriptor
 from miofind.core.values import Values
 from miofind.device.device import Device
-from miofind.launch.bound_steps import make_step_launcher
+from miofind.launch.fixed_launch import FixedLaunch
 from miofind.solver.steps import KernelStep, Pointer, Scalar
 from miofind.solver.structs import Struct, StructType
 
@@ -48,7 +47,7 @@ class DeviceKernels:
 
     device: Device
     compiler: Compiler
-    _loaded: dict[tuple[str, str, str], Kernel] = field(default_factory=dict)
+    _loaded: dict[Hashable, Kernel] = field(default_factory=dict)
 
     def bind(
         self, kernel: GridStride, arguments: tuple[Argument, ...], addresses: Mapping[str, int], stream: int
@@ -65,11 +64,11 @@ class DeviceKernels:
 
     def bind_step(self, step: KernelStep, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
         """The same for a step whose pointers are named in `addresses`; steps that differ in scalars share a kernel."""
-        key = (step.source, step.entry, repr((step.defines, step.options, step.shared_bytes)))
+        key = (step.binary, step.entry, step.shared_bytes)
         kernel = self._loaded.get(key)
         if kernel is None:
             kernel = self._loaded[key] = self.compiler.load(step, self.device)
-        return functools.partial(make_step_launcher(step, kernel), dict(addresses), stream)
+        return FixedLaunch(step, kernel, addresses, stream)
 
     def fill(self, tensor: TensorDescriptor, address: int, values: Values, seed: int, stream: int) -> None:
         """Fill a packed tensor; equal seeds give equal values."""

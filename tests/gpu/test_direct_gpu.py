@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from helpers.problems.drawn_configs import spread
 from helpers.runs.device_buffers import upload
+from helpers.runs.step_launcher import make_step_launcher
 from helpers.values.exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import make_invoker
 from miofind.reference import convolution as reference
 from miofind.reference.convolution import numpy_dtype, reference_on_host, reference_step

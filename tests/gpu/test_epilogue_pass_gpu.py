@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers.runs.device_buffers import addresses, download, upload
+from helpers.runs.step_launcher import make_step_launcher
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.bound_steps import make_step_launcher
 from miofind.reference.convolution import numpy_dtype
 from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.steps import RUN_PARAMETERS, KernelStep

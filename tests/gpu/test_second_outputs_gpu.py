@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.runs.device_buffers import addresses, memory_order, upload
+from helpers.runs.step_launcher import make_step_launcher
 from helpers.values.both_gates import check_both_gates
 
 import miofind
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference.convolution import numpy_dtype
 from miofind.solver.registry import Registry

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.runs.device_buffers import POISON, Buffer
+from helpers.runs.step_launcher import make_step_launcher
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.launch.pdl import supports_pdl
 from miofind.solver.registry import Registry

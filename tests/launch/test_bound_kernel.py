@@ -9,9 +9,9 @@ import types
 from typing import Any
 
 import pytest
+from helpers.runs.step_launcher import make_step_launcher
 
 from miofind.launch import tensor_maps
-from miofind.launch.bound_steps import make_step_launcher
 from miofind.solver.steps import Box, KernelStep, Pointer, Scalar, TensorMap
 
 
@@ -47,7 +47,7 @@ def step(*args: Pointer | Scalar | TensorMap) -> KernelStep:
 
 def test_pointers_and_scalars_keep_the_kernels_order(launched: list[tuple[Any, ...]]) -> None:
     args = (Pointer(buffer="x"), Scalar(ctype="uint64", value=5), Pointer(buffer="y", offset_bytes=8))
-    launch = make_step_launcher(step(*args), _Kernel())  # type: ignore[arg-type]
+    launch = make_step_launcher(step(*args), _Kernel())
     launch({"x": 100, "y": 300}, 9)
     assert launched == [(7, 1, 2, 3, 4, 5, 6, 16, 9, [100, 5, 308, 0])]
 
@@ -55,13 +55,13 @@ def test_pointers_and_scalars_keep_the_kernels_order(launched: list[tuple[Any, .
 @pytest.mark.parametrize("count", [0, 1, 4], ids="{} pointers".format)
 def test_any_number_of_pointers(launched: list[tuple[Any, ...]], count: int) -> None:
     names = "wxyz"[:count]
-    launch = make_step_launcher(step(*(Pointer(buffer=n) for n in names)), _Kernel())  # type: ignore[arg-type]
+    launch = make_step_launcher(step(*(Pointer(buffer=n) for n in names)), _Kernel())
     launch({n: 1000 + i for i, n in enumerate(names)}, 0)
     assert launched[0][-1] == [*(1000 + i for i in range(count)), *[0] * (4 - count)]
 
 
 def test_a_launch_follows_its_own_addresses(launched: list[tuple[Any, ...]]) -> None:
-    launch = make_step_launcher(step(Pointer(buffer="x"), Pointer(buffer="x", offset_bytes=4)), _Kernel())  # type: ignore[arg-type]
+    launch = make_step_launcher(step(Pointer(buffer="x"), Pointer(buffer="x", offset_bytes=4)), _Kernel())
     launch({"x": 100}, 0)
     launch({"x": 200}, 0)
     assert [call[-1][:2] for call in launched] == [[100, 104], [200, 204]]
@@ -92,13 +92,13 @@ def tensor_map(buffer: str, offset_bytes: int = 0) -> TensorMap:
 
 def test_maps_keep_the_kernels_order(launched: list[tuple[Any, ...]], encoded: list[int]) -> None:
     args = (Pointer(buffer="y"), tensor_map("x", 32), Scalar(ctype="uint64", value=5), tensor_map("w"))
-    launch = make_step_launcher(step(*args), _Kernel())  # type: ignore[arg-type]
+    launch = make_step_launcher(step(*args), _Kernel())
     launch({"x": 100, "w": 200, "y": 300}, 9)
     assert launched == [(7, 1, 2, 3, 4, 5, 6, 16, 9, [300, 132, 5, 200])]
 
 
 def test_a_launch_of_maps_alone(launched: list[tuple[Any, ...]], encoded: list[int]) -> None:
-    launch = make_step_launcher(step(tensor_map("x")), _Kernel())  # type: ignore[arg-type]
+    launch = make_step_launcher(step(tensor_map("x")), _Kernel())
     launch({"x": 100}, 0)
     assert launched[0][-1] == [100, 0, 0, 0]
 
@@ -106,7 +106,7 @@ def test_a_launch_of_maps_alone(launched: list[tuple[Any, ...]], encoded: list[i
 def test_maps_follow_their_tensors_and_are_encoded_when_those_move(
     launched: list[tuple[Any, ...]], encoded: list[int]
 ) -> None:
-    launch = make_step_launcher(step(tensor_map("x"), tensor_map("y")), _Kernel())  # type: ignore[arg-type]
+    launch = make_step_launcher(step(tensor_map("x"), tensor_map("y")), _Kernel())
     for x, y in ((100, 500), (100, 500), (200, 500), (100, 600)):
         launch({"x": x, "y": y}, 0)
     assert [call[-1][:2] for call in launched] == [[100, 500], [100, 500], [200, 500], [100, 600]]
@@ -125,7 +125,7 @@ def test_maps_lie_whole_and_aligned(encoded: list[int], monkeypatch: pytest.Monk
     cuda.driver = types.SimpleNamespace(launchKernel=launch)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    launchers = [make_step_launcher(step(tensor_map("x"), tensor_map("y")), _Kernel()) for _ in range(8)]  # type: ignore[arg-type]
+    launchers = [make_step_launcher(step(tensor_map("x"), tensor_map("y")), _Kernel()) for _ in range(8)]
     for i, launcher in enumerate(launchers):
         launcher({"x": 1000 + i, "y": 2000 + i}, 0)
     assert all(address % 64 == 0 for address, _ in seen)
