@@ -230,7 +230,8 @@ class Epilogue:
     @property
     def changes_results(self) -> bool:
         """Whether results are others than without it; not where it only asks for more outputs."""
-        return replace(self, statistics=False, bias_gradient=False, parameter_dtype=None) != NO_EPILOGUE
+        changes = self.scale or self.bias or self.channel_bias or self.has_residual
+        return changes or self.nonlinearity is not Activation.NONE
 
     @property
     def numbers(self) -> tuple[str, ...]:

@@ -74,6 +74,7 @@ class DeviceMemory:
 
     Attributes:
         stream: a non-blocking CuPy stream.
+        stream_address: its address.
     """
 
     def __init__(self, device_index: int) -> None:
@@ -87,11 +88,7 @@ class DeviceMemory:
         self._other: Any = None
         with self._device:
             self.stream = cupy.cuda.Stream(non_blocking=True)
-
-    @property
-    def stream_address(self) -> int:
-        """Address of the stream."""
-        return int(self.stream.ptr)
+        self.stream_address = int(self.stream.ptr)
 
     @property
     def free_bytes(self) -> int:

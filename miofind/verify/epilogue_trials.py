@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
@@ -26,6 +27,7 @@ def operand_values(name: str, values: Values, *, shifted: bool) -> Values:
     return Values.DYADIC if values is Values.TERNARY else values
 
 
+@functools.lru_cache(maxsize=256)  # asked for at each run of a problem's candidates
 def trial_parameters(problem: ProblemDescription, values: Values, *, shifted: bool) -> EpilogueParameters:
     """Numbers of an epilogue for inputs of a distribution: multiples of powers of two, none of them a default.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miofind.core.cached import cached_property
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
@@ -53,7 +54,7 @@ class Poison(IntEnum):
     FINITE = 0x7B
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # with a `__dict__`, for what follows from it
 class Setting:
     """Inputs and memory of one run.
 
@@ -85,12 +86,12 @@ class Setting:
     is_late: bool = False
     beside: Setting | None = None
 
-    @property
+    @cached_property
     def contents(self) -> Setting:
         """The fields that decide the values of the inputs."""
         return Setting(values=self.values, powers=self.powers, nonfinite=self.nonfinite, shifted=self.shifted)
 
-    @property
+    @cached_property
     def unscaled(self) -> Setting:
         """The same convolution's inputs without powers of two; their sums times the powers are those of the scaled."""
         return Setting(values=self.values, nonfinite=self.nonfinite)
@@ -174,6 +175,7 @@ class CheckHarness(ABC):
         inputs: names of the operands that are read.
         output: name of the one that is written, the main one where there are several.
         outputs: names of all that are.
+        second_outputs: the operands that are written besides the main one.
     """
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
@@ -182,7 +184,9 @@ class CheckHarness(ABC):
         self.inputs = tuple(operand.name for operand in problem.inputs)
         self.output = problem.direction.output
         self.outputs = tuple(operand.name for operand in problem.outputs)
+        self.second_outputs = problem.second_outputs
         self._positions = {operand.name: i for i, operand in enumerate(problem.operands)}
+        self._seeds: dict[tuple[str, Values], int] = {}
         self.injected: Mapping[str, Injected] = injected_values(problem, np.random.default_rng([seed, 1]))
 
     @property
@@ -220,8 +224,11 @@ class CheckHarness(ABC):
 
     def tensor_seed(self, name: str, values: Values) -> int:
         """Seed of one input's values, 64 bits."""
-        entropy = np.random.SeedSequence([self.seed, int(values), self._positions[name]])
-        return int(entropy.generate_state(1, np.uint64)[0])
+        seed = self._seeds.get((name, values))
+        if seed is None:
+            entropy = np.random.SeedSequence([self.seed, int(values), self._positions[name]])
+            seed = self._seeds[name, values] = int(entropy.generate_state(1, np.uint64)[0])
+        return seed
 
     def positions(self, setting: Setting) -> np.random.Generator:
         """The generator that draws the elements to check; each set of inputs and each seed has its own."""

@@ -71,6 +71,7 @@ _COMPARED = 2
 _OUTPUT = 6
 _ONE = 7
 _INPUTS = 8
+_LOW_BITS = 0xFFFFFFFF  # of a slot that holds a number of 32 bits
 # Of an element: a float64 sum, and two float32 scales where results are not exact. What is kept at most: sums of small
 # integers, of normal numbers, and of normal numbers with infinities.
 _SUM_BYTES = 8
@@ -324,8 +325,7 @@ class CudaHarness(CheckHarness):
         buffers = {"w": self._buffers["w"], WORKSPACE: self._buffers[WORKSPACE], PACKED_WEIGHTS: into}
         self._checksum(self._buffers["w"], _INPUTS)
         self._guard("guards", setting.poison, buffers)
-        report = self._memory.download(self._report, self._slots, np.uint64)
-        return self._damaged(report, buffers, setting, ("w",))
+        return self._damaged(self._read_report(), buffers, setting, ("w",))
 
     def check_packed(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> CheckResult:
         """See `CheckHarness.check_packed`."""
@@ -370,6 +370,11 @@ class CudaHarness(CheckHarness):
         self._guard("poison", setting.poison, self._buffers)
         self._clear_report()
 
+    def _read_report(self) -> list[int]:
+        """What its slots hold, after everything queued before."""
+        report: list[int] = self._memory.download(self._report, self._slots, np.uint64).tolist()
+        return report
+
     def _clear_report(self) -> None:
         self._memory.set_bytes(self._report, 0, self._slots * _SLOT_BYTES)
 
@@ -379,7 +384,7 @@ class CudaHarness(CheckHarness):
             buffer = self._buffers[name]
             address = buffer.base + GUARD_BYTES + self.offset(name, alignment)
             if address != buffer.address:
-                self._buffers[name] = replace(buffer, address=address)
+                self._buffers[name] = _Buffer(base=buffer.base, address=address, bytes=buffer.bytes)
                 self._memory.set_bytes(buffer.base, Poison.NAN, buffer.bytes + 2 * GUARD_BYTES + PLACEMENT_BYTES)
 
     def _reserve(self, workspace_bytes: int) -> None:
@@ -398,7 +403,7 @@ class CudaHarness(CheckHarness):
             self._give_back(name)
             held = self._rooms[name] = self._guarded(size)
         self._memory.set_bytes(held.base, Poison.NAN, size + 2 * GUARD_BYTES + PLACEMENT_BYTES)
-        return replace(held, address=held.base + GUARD_BYTES + offset, bytes=size)
+        return _Buffer(base=held.base, address=held.base + GUARD_BYTES + offset, bytes=size)
 
     def _fill(self, name: str, setting: Setting) -> None:
         """Fill an input; the first time, take the checksum of what it holds."""
@@ -486,10 +491,10 @@ class CudaHarness(CheckHarness):
             self._checksum(self._buffers[name], _INPUTS + i)
         guarded = self._guarded_buffers(inputs, weights)
         self._guard("guards", setting.poison, guarded)
-        report = self._memory.download(self._report, self._slots, np.uint64)
-        unwritten, wrong = int(report[_WRITTEN]), int(report[_COMPARED])
-        first = output.size - int(report[_WRITTEN + 1])
-        at = int(report[_COMPARED + 1]) & 0xFFFFFFFF
+        report = self._read_report()
+        unwritten, wrong = report[_WRITTEN], report[_COMPARED]
+        first = output.size - report[_WRITTEN + 1]
+        at = report[_COMPARED + 1] & _LOW_BITS
         return CheckResult(
             checked=sample.count,
             wrong=wrong,
@@ -499,7 +504,7 @@ class CudaHarness(CheckHarness):
             damaged=self._damaged(report, guarded, setting, inputs),
             max_error=_float(report[_COMPARED + 2]),
             bound_ratio=_float(report[_COMPARED + 3]),
-            fingerprint=int(report[_OUTPUT]),
+            fingerprint=report[_OUTPUT],
             sums=tuple(self._wrong_sums(report)),
         )
 
@@ -537,7 +542,7 @@ class CudaHarness(CheckHarness):
 
     def _compare_sums(self) -> None:
         """Hold the second outputs against sums of what the tensor that they sum holds."""
-        for i, operand in enumerate(self.problem.second_outputs):
+        for i, operand in enumerate(self.second_outputs):
             self._compare_sum(operand, _slot(self._sums + 2 * i))
 
     def _compare_sum(self, operand: Operand, slot: Pointer) -> None:
@@ -560,10 +565,10 @@ class CudaHarness(CheckHarness):
 
         self._start(("sums", *addresses.values()), launch)
 
-    def _wrong_sums(self, report: NDArray[np.uint64]) -> Iterator[WrongSum]:
+    def _wrong_sums(self, report: Sequence[int]) -> Iterator[WrongSum]:
         """The second outputs that a report says are wrong."""
-        for i, operand in enumerate(self.problem.second_outputs):
-            wrong, channel = int(report[self._sums + 2 * i]), int(report[self._sums + 2 * i + 1]) & 0xFFFFFFFF
+        for i, operand in enumerate(self.second_outputs):
+            wrong, channel = report[self._sums + 2 * i], report[self._sums + 2 * i + 1] & _LOW_BITS
             if wrong:
                 where = self._details[operand.name] + _DETAIL_BYTES * channel
                 got, wanted, bound = self._memory.download(where, 3, np.float64).tolist()
@@ -647,14 +652,14 @@ class CudaHarness(CheckHarness):
         bound()
 
     def _damaged(
-        self, report: NDArray[np.uint64], buffers: Mapping[str, _Buffer], setting: Setting, inputs: tuple[str, ...]
+        self, report: Sequence[int], buffers: Mapping[str, _Buffer], setting: Setting, inputs: tuple[str, ...]
     ) -> tuple[str, ...]:
         damaged = []
         for i, name in enumerate(buffers):
             sides = [side for j, side in enumerate(("before", "after")) if report[self._guards + 2 * i + j]]
             damaged += [f"the guard band {side} {name}" for side in sides]
         for i, name in enumerate(inputs):
-            if int(report[_INPUTS + i]) != self._checksums[name, setting.contents]:
+            if report[_INPUTS + i] != self._checksums[name, setting.contents]:
                 damaged.append(f"input {name}")
         return tuple(damaged)
 
@@ -681,6 +686,6 @@ def _slot(number: int) -> Pointer:
     return Pointer(buffer="report", offset_bytes=_SLOT_BYTES * number)
 
 
-def _float(slot: np.uint64) -> float:
-    """A float from the bits in a slot."""
-    return float(np.uint32(slot).view(np.float32))
+def _float(slot: int) -> float:
+    """A float from the low bits in a slot."""
+    return float(np.uint32(slot & _LOW_BITS).view(np.float32))

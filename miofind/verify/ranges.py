@@ -10,6 +10,7 @@ the epilogue of the scaled sums.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -97,6 +98,7 @@ class ScaledAxis:
     size: int
 
 
+@functools.lru_cache(maxsize=256)  # asked for at each launch of a problem's checks
 def axes(problem: ProblemDescription) -> tuple[ScaledAxis, ScaledAxis]:
     """The scaled axes of the direction's first and second input."""
     channels = problem.c // problem.groups

@@ -5,6 +5,7 @@ Pure index arithmetic on logical shapes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -98,6 +99,7 @@ def sample_indices(problem: ProblemDescription, random: np.random.Generator, bud
     return filled(np.concatenate([designed, _flat(sweep, shape), spread]), count, size, random)
 
 
+@functools.lru_cache(maxsize=256)
 def edge_coordinates(size: int, blocks: tuple[int, ...] = ()) -> Indices:
     """Coordinates of an axis where kernels go wrong, the likeliest first.
 
@@ -113,7 +115,9 @@ def edge_coordinates(size: int, blocks: tuple[int, ...] = ()) -> Indices:
         for start in (tile, size // 2 // tile * tile, (size // 2 // tile + 1) * tile, last // tile * tile):
             edges += [start - 1, start, start + 1]
     inside = dict.fromkeys(edge for edge in edges if 0 <= edge < size)
-    return np.array(list(inside), dtype=np.int64)
+    found = np.array(list(inside), dtype=np.int64)
+    found.flags.writeable = False  # whoever asks again is given the same
+    return found
 
 
 def covering(size: int, count: int, random: np.random.Generator, blocks: tuple[int, ...] = ()) -> Indices:

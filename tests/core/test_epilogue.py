@@ -5,11 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from miofind.core.epilogue import DERIVATIVES, NO_EPILOGUE, Activation, Epilogue, EpilogueParameters, ResidualPosition
+from miofind.core.epilogue import (
+    DERIVATIVES,
+    EPILOGUE_VECTORS,
+    NO_EPILOGUE,
+    Activation,
+    Epilogue,
+    EpilogueParameters,
+    ResidualPosition,
+)
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, Role
 from miofind.errors import InvalidOptionError, InvalidProblemError
 
@@ -253,6 +262,19 @@ def test_second_outputs_change_no_results() -> None:
     assert not Epilogue.of("statistics").changes_results
     assert not Epilogue.of("float32.bias_gradient").changes_results
     assert Epilogue.of("bias.statistics").changes_results
+
+
+def test_all_else_of_an_epilogue_changes_results() -> None:
+    others = {"parameter_dtype": None, "statistics": False, "bias_gradient": False}
+    values = {
+        "residual": ResidualPosition.BEFORE,
+        "activation": Activation.RELU,
+        "derivative": Activation.RELU,
+        **dict.fromkeys(EPILOGUE_VECTORS, True),
+    }
+    assert values.keys() | others.keys() == {field.name for field in fields(Epilogue)}
+    for name, value in values.items():
+        assert Epilogue(**{name: value}).changes_results
     assert Epilogue.of("statistics").numbers == ()
     assert Epilogue.of("relu.statistics").numbers == ("alpha",)
     with pytest.raises(InvalidOptionError, match=r"alpha=2\.0: the epilogue statistics has no factor"):
