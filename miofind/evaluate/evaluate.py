@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -84,10 +84,14 @@ class JournalPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """An entry of the journal: written before the process does what it says. `candidate` is None for PREPARE."""
+    """An entry of the journal: written before the process does what it says.
+
+    Attributes:
+        place: of the candidate among those of the job, which whoever reads the journal has, too; None for PREPARE.
+    """
 
     phase: JournalPhase
-    candidate: Candidate | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +128,8 @@ def evaluate(
     """
     problem = ProblemDescription.from_network_config(job.network_config)
     deadline = time.monotonic() + job.budget_s
-    context = _EvaluationContext(problem, device, compiler, registry, journal or _unheard)
+    places = {candidate: place for place, candidate in enumerate(job.candidates)}
+    context = _EvaluationContext(problem, device, compiler, registry, journal or _unheard, places)
     ready: list[Candidate] = []
     for candidate, failure in context.compiled(job):
         if failure is None:
@@ -137,13 +142,13 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         verifier, timer = _harnesses(stack, problem, device, compiler)
         entered: list[_Entered] = []
-        observer = _JournalingObserver({candidate.id: candidate for candidate in ready}, device, journal)
+        observer = _JournalingObserver(context, ready, may_break_off=journal is not None)
         race = Race(timer, job.effort, deadline=deadline, best_ms=job.best_ms, observer=observer)
         for candidate in ready:
             if time.monotonic() > deadline and entered:
                 break
             used = used_bytes(device)
-            context.journal(JournalEntry(phase=JournalPhase.RUN, candidate=candidate))
+            context.note(JournalPhase.RUN, candidate)
             result = context.try_out(candidate, verifier, race)
             lost = context_error(device)
             if lost:
@@ -210,12 +215,17 @@ class _BrokenOffError(Exception):
 
 
 class _JournalingObserver(RaceObserver):
-    """Writes a race's turns into the journal, and looks after the device when one goes wrong."""
+    """Writes a race's turns into the journal, and looks after the device when one goes wrong.
 
-    def __init__(self, candidates: dict[str, Candidate], device: Device, journal: Journal | None) -> None:
-        self._candidates = candidates
-        self._device = device
-        self._journal = journal
+    Args:
+        may_break_off: this process can be replaced where a candidate poisons it.
+    """
+
+    def __init__(self, context: _EvaluationContext, candidates: Iterable[Candidate], *, may_break_off: bool) -> None:
+        self._context = context
+        self._candidates = {candidate.id: candidate for candidate in candidates}
+        self._device = context.device
+        self._may_break_off = may_break_off
         self._confirm: dict[str, Callable[[bool], None]] = {}
         self._last = ""
         self._used = 0
@@ -231,8 +241,7 @@ class _JournalingObserver(RaceObserver):
     def before_sample(self, key: str) -> None:
         """See `RaceObserver.before_sample`."""
         self._last = key
-        if self._journal is not None:
-            self._journal(JournalEntry(phase=JournalPhase.RUN, candidate=self._candidates[key]))
+        self._context.note(JournalPhase.RUN, self._candidates[key])
 
     def failed(self, key: str, error: MiofindError | MemoryError) -> None:
         """See `RaceObserver.failed`.
@@ -242,7 +251,7 @@ class _JournalingObserver(RaceObserver):
         """
         self.check()
         status = _status_of(error)
-        if self._journal is not None and status is Status.OUT_OF_MEMORY and _holds_memory(self._device, self._used):
+        if self._may_break_off and status is Status.OUT_OF_MEMORY and _holds_memory(self._device, self._used):
             raise _BrokenOffError(_failed(self._candidates[key], status, error), _held(key))
 
     def confirm(self, key: str, *, cut_off: bool) -> None:
@@ -308,13 +317,18 @@ class _Kernels:
 
 @dataclass(frozen=True, slots=True)
 class _EvaluationContext:
-    """What every candidate of a job is tried with."""
+    """What every candidate of a job is tried with, and their places in it."""
 
     problem: ProblemDescription
     device: Device
     compiler: Compiler
     registry: Registry
     journal: Journal
+    places: Mapping[Candidate, int]
+
+    def note(self, phase: JournalPhase, candidate: Candidate) -> None:
+        """Write into the journal what is done next with a candidate."""
+        self.journal(JournalEntry(phase=phase, place=self.places[candidate]))
 
     def compiled(self, job: Job) -> Iterator[tuple[Candidate, Outcome | None]]:
         """Each candidate with None, or with the outcome of one whose kernels cannot be compiled.
@@ -353,7 +367,7 @@ class _EvaluationContext:
 
     def _attempted(self, candidate: Candidate, act: Callable[[], _Result]) -> _Result | Outcome:
         """What comes of a part of a candidate's compilation, or the outcome of one that it fails."""
-        self.journal(JournalEntry(phase=JournalPhase.COMPILE, candidate=candidate))
+        self.note(JournalPhase.COMPILE, candidate)
         try:
             result: _Result | Outcome = act()
         except MissingEnvironmentError:
@@ -361,7 +375,7 @@ class _EvaluationContext:
         except BaseException as error:  # a solver's own code may raise anything
             raise_if_interrupted(error)
             result = _failed(candidate, _status_of(error), error)
-        self.journal(JournalEntry(phase=JournalPhase.COMPILED, candidate=candidate))
+        self.note(JournalPhase.COMPILED, candidate)
         return result
 
     def try_out(self, candidate: Candidate, verifier: Verifier, race: Race) -> Outcome | _Entered:

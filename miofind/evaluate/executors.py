@@ -166,8 +166,9 @@ class Isolated:
         blameless = Restarts()
         while remaining:
             left_s = max(0.0, min(job.budget_s, 2 * job.budget_s - worked_s))
-            watch = _Watch(self._limits)
-            for event in self._events(replace(job, candidates=tuple(remaining), budget_s=left_s), watch):
+            part = replace(job, candidates=tuple(remaining), budget_s=left_s)
+            watch = _Watch(self._limits, part.candidates)
+            for event in self._events(part, watch):
                 if isinstance(event, Poisoned):
                     logger.info("%s: its process is replaced", event.reason)
                     continue
@@ -352,6 +353,9 @@ class _End:
 class _Watch:
     """Who compiles or runs in the child, how long it may be silent, and what ended it.
 
+    Args:
+        candidates: those of the job.
+
     Attributes:
         end: how the child ended; None while it lives and where it finished its job.
         suspects: who may have ended it.
@@ -359,8 +363,9 @@ class _Watch:
         worked_s: seconds from the job's begin until the child was last heard of.
     """
 
-    def __init__(self, limits: _Limits) -> None:
+    def __init__(self, limits: _Limits, candidates: tuple[Candidate, ...]) -> None:
         self._limits = limits
+        self._candidates = candidates
         self._compiling: dict[Candidate, float] = {}
         self._running: Candidate | None = None
         self.end: _End | None = None
@@ -379,11 +384,12 @@ class _Watch:
 
     def note(self, entry: JournalEntry) -> None:
         """Note an entry of the journal."""
-        self._running = entry.candidate if entry.phase is JournalPhase.RUN else None
-        if entry.candidate is not None and entry.phase is JournalPhase.COMPILE:
-            self._compiling[entry.candidate] = time.monotonic()
-        elif entry.candidate is not None and entry.phase is JournalPhase.COMPILED:
-            self._compiling.pop(entry.candidate, None)
+        candidate = None if entry.place is None else self._candidates[entry.place]
+        self._running = candidate if entry.phase is JournalPhase.RUN else None
+        if candidate is not None and entry.phase is JournalPhase.COMPILE:
+            self._compiling[candidate] = time.monotonic()
+        elif candidate is not None and entry.phase is JournalPhase.COMPILED:
+            self._compiling.pop(candidate, None)
         self.suspects = list(self._compiling) if self._running is None else [self._running]
 
     def poisoned(self, event: Poisoned) -> None:

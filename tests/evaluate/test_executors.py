@@ -22,7 +22,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.evaluate import executors
-from miofind.evaluate.evaluate import DeviceLostError, Job
+from miofind.evaluate.evaluate import DeviceLostError, Job, JournalEntry, JournalPhase, evaluate
 from miofind.evaluate.executors import InProcess, Isolated, _End, _Watch
 from miofind.measure.effort import Effort
 from miofind.measure.race import Race, RaceResult
@@ -375,6 +375,34 @@ def test_children_end_with_their_parent(fault: Fault, once: Path) -> None:
     assert parent.wait() == -signal.SIGKILL
     child = Path("/proc", once.read_text())
     wait_until(lambda: not child.exists() or "Z" in (child / "stat").read_text().split()[2], "the end of the child")
+
+
+def test_the_journal_tells_of_candidates_by_their_places_in_the_job_before_they_run() -> None:
+    entries: list[JournalEntry] = []
+    wanted = job(effort=Effort.SCREEN)
+    outcomes = list(evaluate(wanted, Device.cpu(), None, Registry.default(), entries.append))  # type: ignore[arg-type]
+    assert len(outcomes) == len(SOLVERS)
+    compiled = [(phase, place) for place in range(len(SOLVERS)) for phase in ("compile", "compiled")]
+    written = [(entry.phase.value, entry.place) for entry in entries]
+    assert written[: len(compiled) + 1] == [*compiled, ("prepare", None)]
+    assert written[len(compiled) + 1 :][: len(SOLVERS)] == [("run", place) for place in range(len(SOLVERS))]
+    assert {phase for phase, _ in written[len(compiled) + 1 :]} == {"run"}
+
+
+def test_who_may_have_ended_a_process_is_known_by_its_place_in_the_job() -> None:
+    candidates = job().candidates
+    watch, seen = _Watch(executors._Limits(compile_s=1.0, run_s=1.0), candidates), []
+    for phase, place in (
+        (JournalPhase.COMPILE, 2),
+        (JournalPhase.COMPILE, 1),
+        (JournalPhase.COMPILED, 2),
+        (JournalPhase.COMPILED, 1),
+        (JournalPhase.PREPARE, None),
+        (JournalPhase.RUN, 1),
+    ):
+        watch.note(JournalEntry(phase=phase, place=place))
+        seen.append([candidates.index(suspect) for suspect in watch.suspects])
+    assert seen == [[2], [2, 1], [1], [], [], [1]]
 
 
 def test_the_verdict_comes_last(shared: Isolated) -> None:
