@@ -382,8 +382,10 @@ class _EvaluationContext:
         """Verify one candidate and let it enter the race, or say why it failed."""
         solver = self.registry.named(candidate.solver_id)
         try:
-            invoker = make_invoker(self.problem, self.device, solver, candidate.config, self.compiler)
-            claims = claims_of(solver, self.problem, self.device, candidate.config, self.compiler)
+            asked = (self.problem, self.device, candidate.config)
+            solution = solver.kept_solution(*asked)  # what was asked for when it was compiled
+            invoker = make_invoker(self.problem, self.device, solver, candidate.config, self.compiler, solution)
+            claims = claims_of(solver, *asked, self.compiler)
             verdict = verifier.verify(invoker, claims)
             if not verdict.ok:
                 return _failed(candidate, Status.WRONG_RESULT, verdict.message)
@@ -404,7 +406,7 @@ def _all_kernels(solver: Solver, problem: ProblemDescription, device: Device, co
     """The kernels of a solution, and of its packed form where it has one."""
     packing = solver.packing(problem, device, config)
     parts = () if packing is None else (packing.pack, packing.run)
-    return tuple(step for part in (solver.solution(problem, device, config), *parts) for step in part.kernels)
+    return tuple(step for part in (solver.kept_solution(problem, device, config), *parts) for step in part.kernels)
 
 
 def _status_of(error: BaseException) -> Status:

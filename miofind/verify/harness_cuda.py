@@ -635,7 +635,9 @@ class CudaHarness(CheckHarness):
 
     def _guarding(self, action: str, poison: Poison, slot: int, four: Sequence[_Buffer]) -> _Launch:
         addresses = {f"buffer {i}": buffer.address for i, buffer in enumerate(four)}
-        bands = GUARD_BANDS(bytes=[int(buffer.bytes) for buffer in four], band_bytes=GUARD_BYTES, poison=int(poison))
+        bands = GUARD_BANDS(
+            bytes=tuple(int(buffer.bytes) for buffer in four), band_bytes=GUARD_BYTES, poison=int(poison)
+        )
         arguments: tuple[Argument, ...] = (*addresses, bands, *([_slot(slot)] if action == "guards" else []))
         return _Launch(self._check(action, 2 * GUARDED_BUFFERS * GUARD_BYTES), arguments, addresses)
 
