@@ -5,6 +5,7 @@ Everything is asynchronous on the stream it is given.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -96,7 +97,7 @@ class GridStride:
             entry=self.entry,
             grid=(max(1, min(-(-self.items // DEVICE_THREADS), _BLOCKS_PER_SM * device.sm_count)), 1, 1),
             block=(DEVICE_THREADS, 1, 1),
-            args=tuple(Pointer(buffer=item) if isinstance(item, str) else item for item in arguments),
+            args=tuple(_named(item) if isinstance(item, str) else item for item in arguments),
             defines=(("T", self.dtype), *self.defines),
         )
 
@@ -107,11 +108,19 @@ def check_kernel(name: str, items: int, dtype: str) -> GridStride:
     return GridStride(source="harness/verify.cu", entry=f"verify_{name}", items=items, dtype=dtype, defines=defines)
 
 
+@functools.lru_cache(maxsize=256)
+def _named(buffer: str) -> Pointer:
+    """The address of a buffer."""
+    return Pointer(buffer=buffer)
+
+
+@functools.lru_cache(maxsize=256)  # the launches of a problem have few numbers, each in many of them
 def int32(value: int) -> Scalar:
     """A 32-bit integer argument."""
     return Scalar(ctype="int32", value=int(value))
 
 
+@functools.lru_cache(maxsize=1024)
 def int64(value: int) -> Scalar:
     """A 64-bit integer argument."""
     return Scalar(ctype="int64", value=int(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,8 +159,9 @@ class CudaHarness(CheckHarness):
         self._memory = DeviceMemory(device.index)
         self._supports_pdl = supports_pdl(device)
         self._budget = budget or SampleBudget.of(device)
+        self._epilogue_operands = problem.epilogue.operands
         self._samples: dict[Setting, _Sample] = {}
-        self._checksums: dict[tuple[str, Setting], int] = {}
+        self._checksums: defaultdict[Setting, dict[str, int]] = defaultdict(dict)
         self._injected_places: dict[str, tuple[int, int]] = {}
         self._packed: dict[int, _Buffer] = {}
         self._rooms: dict[str, _Buffer] = {}
@@ -418,8 +420,9 @@ class CudaHarness(CheckHarness):
         self._start(("fill", buffer.address, values, pair), launch)
         if setting.nonfinite and name in self.injected:
             self._inject(name)
-        if (name, setting.contents) not in self._checksums:
-            self._checksums[name, setting.contents] = self._checksum_now(buffer)
+        checksums = self._checksums[setting.contents]
+        if name not in checksums:
+            checksums[name] = self._checksum_now(buffer)
             self._clear_report()
 
     def _inject(self, name: str) -> None:
@@ -513,11 +516,10 @@ class CudaHarness(CheckHarness):
         if not self.problem.epilogue.changes_results:
             return _Judgement(sample=sample, factor=factor, powers=setting.powers)
         standard = EpilogueStandard.of(self.problem, factor, rounds_twice=setting.rounds_twice)
-        nothing = dict.fromkeys(EPILOGUE_OPERANDS, 0)
-        operands = {name: self._buffers[name].address for name in self.problem.epilogue.operands}
-        addresses = nothing | operands | sample.addresses
+        operands = {name: self._buffers[name].address for name in self._epilogue_operands}
 
         def launch() -> _Launch:
+            addresses = dict.fromkeys(EPILOGUE_OPERANDS, 0) | operands | sample.addresses
             trial = EpilogueTrial(
                 count=sample.count,
                 powers=setting.powers,
@@ -526,7 +528,7 @@ class CudaHarness(CheckHarness):
             )
             return _Launch(*epilogue_kernel(self.problem, trial), addresses)
 
-        self._start(("epilogue", setting.contents, standard, *addresses.values()), launch)
+        self._start(("epilogue", setting.contents, standard, sample.addresses["sums"], *operands.values()), launch)
         results = {"sums": sample.addresses["results"], "scales": sample.addresses["bounds"]}
         made = replace(sample, addresses=sample.addresses | results)
         return _Judgement(sample=made, factor=None if standard.bitwise else 1.0, powers=UNSCALED)
@@ -660,9 +662,8 @@ class CudaHarness(CheckHarness):
         for i, name in enumerate(buffers):
             sides = [side for j, side in enumerate(("before", "after")) if report[self._guards + 2 * i + j]]
             damaged += [f"the guard band {side} {name}" for side in sides]
-        for i, name in enumerate(inputs):
-            if report[_INPUTS + i] != self._checksums[name, setting.contents]:
-                damaged.append(f"input {name}")
+        checksums = self._checksums[setting.contents]
+        damaged += [f"input {name}" for i, name in enumerate(inputs) if report[_INPUTS + i] != checksums[name]]
         return tuple(damaged)
 
     def _worst(self, position: int, judgement: _Judgement, setting: Setting) -> WrongElement:
