@@ -242,7 +242,7 @@ class Isolated:
             begun, self._begun = self._begun, None
         if child is not None:
             is_begun = begun is not None and _is_same(begun, job)
-            if child.is_alive and (begun is None or is_begun or self._is_done(child)):
+            if child.is_alive and (begun is None or is_begun or self._is_done(child, begun)):
                 return child, is_begun
             child.kill()
         if prepared is not None:
@@ -251,9 +251,9 @@ class Isolated:
             prepared.kill()
         return None, False
 
-    def _is_done(self, child: Service) -> bool:
-        """Whether a child ends the job that it has begun, for which it has as long as for one that is run."""
-        watch = _Watch(self._limits)
+    def _is_done(self, child: Service, begun: Job) -> bool:
+        """Whether a child ends a job that it has begun, for which it has as long as for one that is run."""
+        watch = _Watch(self._limits, begun.candidates)
         while not isinstance(message := child.receive(watch.patience_s), JobDone):
             if isinstance(message, Silence | ChildExit | Failed | Poisoned):
                 return False

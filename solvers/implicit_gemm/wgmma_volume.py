@@ -11,15 +11,17 @@ from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import Applicability, KernelKey
 from miofind.solvers.common.wgmma_product import NchwTensors
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
-from miofind.solvers.implicit_gemm.wgmma import SOURCES, ConvImplicitGemmWgmma
+from miofind.solvers.implicit_gemm.wgmma_im2col import SOURCES, Im2colWgmmaSolver
 
 
-class ConvImplicitGemmWgmmaVolume(ConvImplicitGemmWgmma):
-    """Convolution of volumes as a matrix product on wgmma and TMA: NDHWC, or NCDHW as its base has NCHW.
+class ConvImplicitGemmWgmmaVolume(Im2colWgmmaSolver):
+    """Convolution of volumes as a matrix product on wgmma and TMA: NDHWC, or NCDHW where ConvImplicitGemmWgmma serves
+    NCHW; float32 accumulators.
 
-    Backward data has stride 1; y alone may not be channels first for backward weights.
+    Backward data has stride 1, and y alone may not be channels first for backward weights. Copies meet pixels up to 15
+    beyond the tensor.
 
-    Source: as of its base; CUDA driver API, cuTensorMapEncodeIm2col, for tensors of five dimensions.
+    Source: CUDA driver API, cuTensorMapEncodeIm2col, for tensors of five dimensions.
     """
 
     id = "ConvImplicitGemmWgmmaVolume"
