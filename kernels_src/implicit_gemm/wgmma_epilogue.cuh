@@ -62,9 +62,14 @@ __device__ __forceinline__ int64 nchw_offset(const Shape& shape, const WorkTile&
     n = block.n;
     at = block.w * kBlockN + column % kBlockN;
   } else {
+#ifdef VARIANT_VOLUME
+    n = column / shape.volume.image;
+    at = column - n * shape.volume.image.by;
+#else
     const Pixel pixel = pixel_at(shape.walk, column);
     n = pixel.n;
     at = pixel.h * shape.walk.width.by + pixel.w;
+#endif
   }
   if (at >= shape.image_pixels) return -1;
   return (static_cast<int64>(n) * shape.groups + tile.group) * shape.size_m * shape.image_pixels + at;
@@ -385,6 +390,9 @@ struct BlockTerms<true> {
   }
 
   __device__ __forceinline__ int image_of(int column) const {
+#ifdef VARIANT_VOLUME
+    if constexpr (!kNchwN) return column / shape.volume.image;
+#endif
     return pixel_at(shape.walk, kNchwN ? column / kBlockN : column).n;
   }
 

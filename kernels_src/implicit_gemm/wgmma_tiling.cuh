@@ -101,7 +101,7 @@ static_assert(!STRIDED && NCHW != NCHW_A, "volumes have no strided backward data
 
 // What the pixels of volumes are besides. The walk counts the planes of all images as its images, `depth` of them each,
 // from `low_d` on, a stride apart; and as rows of taps those of all the filter's planes, `plane_taps_y` of them each, a
-// dilation apart. `offset_d` is for depth what a phase's offset is.
+// dilation apart. `offset_d` is for depth what a phase's offset is. An image has `image` pixels.
 struct Volume {
   VOLUME_FIELDS
 };

@@ -72,6 +72,7 @@ _NO_PHASE = PHASE(h=NO_PHASE_AXIS, w=NO_PHASE_AXIS, log2_cluster_k=0)
 VOLUME = StructType(
     "Volume",
     depth=DIVISOR,
+    image=DIVISOR,
     plane_taps_y=DIVISOR,
     stride_d="int32",
     low_d="int32",
@@ -221,6 +222,7 @@ def _volume(product: WgmmaProduct) -> Struct:
     taps_z, taps_y, _ = problem.filter
     return VOLUME(
         depth=divide_by(depth),
+        image=divide_by(product.image),
         plane_taps_y=divide_by(taps_y),
         stride_d=1 if is_data else problem.conv.stride[0],
         low_d=product.low[0],
