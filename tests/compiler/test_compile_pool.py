@@ -19,9 +19,10 @@ from helpers.processes import faulty_services
 from helpers.processes.waiting import wait_until
 from helpers.runs.cuda_package import CudaPackage, make_package
 
-from miofind.compiler import BinaryCache, CompilePool, Compiler, CompileTimeoutError
+from miofind.compiler import BinaryCache, CompilePool, Compiler, CompileTimeoutError, nvrtc, worker
 from miofind.compiler import pool as pool_module
-from miofind.errors import CompileError, InvalidOptionError
+from miofind.compiler.sources import KernelSource
+from miofind.errors import CompileError, InvalidOptionError, MissingLibraryError
 from miofind.process import service
 from miofind.solver.steps import KernelStep
 
@@ -394,3 +395,30 @@ def test_a_process_that_compiles_gives_way_to_what_is_measured() -> None:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     before, then = map(int, told)
     assert then == min(19, before + 5)
+
+
+class Told(Exception):
+    """Ends a process' service, which goes on for good."""
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_process_is_ready_once_it_has_compiled_or_cannot(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NVRTC loads with the first lines is loaded before there are steps, and each step is told what is missing."""
+    told: list[str] = []
+
+    def compiled(source: KernelSource, options: tuple[str, ...], arch: str) -> None:
+        if missing:
+            raise MissingLibraryError("no NVRTC")
+        assert nvrtc.compile_source(source, options, arch).cubin
+        told.append("compiled")
+
+    def ready() -> None:
+        told.append("ready")
+        raise Told
+
+    monkeypatch.setattr(worker, "compile_source", compiled)
+    monkeypatch.setattr(worker.os, "nice", lambda _: None, raising=False)
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    with pytest.raises(Told):
+        worker.serve(SimpleNamespace(ready=ready), BinaryCache())  # type: ignore[arg-type]
+    assert told == [*(["compiled"] if not missing else []), "ready"]
