@@ -4,23 +4,24 @@
 #include "implicit_gemm/wgmma_tiling.cuh"
 
 #ifdef VARIANT_VOLUME
-// Loads the pixels of volumes that a tap of the filter meets, from the one at (`w`, `h`) of a plane on.
+// Loads the pixels of volumes that a tap of the filter, or of a phase's sub-filter, meets, from the one at (`w`, `h`)
+// of a plane on.
 template <int kMulticast>
-__device__ __forceinline__ void load_volume(const Shape& shape, unsigned to, const TensorMap* map, unsigned barrier,
-                                            int channel, int w, int h, int plane, int tap_x, int tap_row,
-                                            unsigned short cta_mask) {
+__device__ __forceinline__ void load_volume(const Shape& shape, const Phase& phase, unsigned to, const TensorMap* map,
+                                            unsigned barrier, int channel, int w, int h, int plane, int tap_x,
+                                            int tap_row, unsigned short cta_mask) {
   const Volume& volume = shape.volume;
   const int n = plane / volume.depth, z = plane - n * volume.depth.by;
-  const int tap_z = tap_row / volume.plane_taps_y, tap_y = tap_row - tap_z * volume.plane_taps_y.by;
+  const int d = z * (STRIDED ? 1 : volume.stride_d) + volume.low_d;
+  const int tap_z = STRIDED ? tap_row / phase.h.taps : tap_row / volume.plane_taps_y;
+  const int tap_y = tap_row - tap_z * (STRIDED ? phase.h.taps : volume.plane_taps_y.by);
   int tap_w = tap_x * shape.walk.dilation_w, tap_h = tap_y * shape.walk.dilation_h, tap_d = tap_z * volume.dilation_d;
   if constexpr (KIND == DATA) {
-    const Phase& phase = phase_at(shape, 0);
     tap_w = phase.w.offset - tap_w;
     tap_h = phase.h.offset - tap_h;
-    tap_d = volume.offset_d - tap_d;
+    tap_d = phase.d.offset - tap_d;
   }
-  tma_load_im2col<kMulticast>(to, map, barrier, channel, w, h, z * volume.stride_d + volume.low_d, n, tap_w, tap_h,
-                              tap_d, cta_mask);
+  tma_load_im2col<kMulticast>(to, map, barrier, channel, w, h, d, n, tap_w, tap_h, tap_d, cta_mask);
 }
 #endif
 
@@ -100,7 +101,7 @@ struct PixelLoads {
           tma_load_tiled<kMulticast>(to + block * kNBlockBytes, map, barrier, from.first, tile.group, index, cta_mask);
         else
 #ifdef VARIANT_VOLUME
-          load_volume<kMulticast>(shape, to + block * kNBlockBytes, map, barrier,
+          load_volume<kMulticast>(shape, k_tile.phase, to + block * kNBlockBytes, map, barrier,
                                   tile.group * shape.size_n + from.first, w, h, pixel.n, from.tap_x, from.tap_y,
                                   cta_mask);
 #else
@@ -116,8 +117,8 @@ struct PixelLoads {
       tma_load_tiled<kMulticast>(to, map, barrier, k_tile.channel, tile.group, index, cta_mask);
     } else {
 #ifdef VARIANT_VOLUME
-      load_volume<kMulticast>(shape, to, map, barrier, tile.group * shape.channels + k_tile.channel, w, h, pixel.n,
-                              k_tile.tap_x, k_tile.tap_y, cta_mask);
+      load_volume<kMulticast>(shape, k_tile.phase, to, map, barrier, tile.group * shape.channels + k_tile.channel, w, h,
+                              pixel.n, k_tile.tap_x, k_tile.tap_y, cta_mask);
 #else
       const int tap_h = k_tile.tap_y * shape.walk.dilation_h, tap_w = k_tile.tap_x * shape.walk.dilation_w;
       tma_load_im2col<kMulticast>(to, map, barrier, tile.group * shape.channels + k_tile.channel, w, h, pixel.n,

@@ -88,7 +88,7 @@ struct PhaseAxis {
   PHASEAXIS_FIELDS
 };
 
-// Both axes, and the log of the blocks of a cluster that split K of the phase's tiles.
+// All axes, and the log of the blocks of a cluster that split K of the phase's tiles.
 struct Phase {
   PHASE_FIELDS
 };
@@ -97,11 +97,12 @@ struct Phase {
 #if !defined(VOLUME_FIELDS)
 #error "define VOLUME_FIELDS"
 #endif
-static_assert(!STRIDED && NCHW != NCHW_A, "volumes have no strided backward data, and no y alone with channels first");
+static_assert(NCHW != NCHW_A, "volumes have no y alone with channels first");
 
 // What the pixels of volumes are besides. The walk counts the planes of all images as its images, `depth` of them each,
-// from `low_d` on, a stride apart; and as rows of taps those of all the filter's planes, `plane_taps_y` of them each, a
-// dilation apart. `offset_d` is for depth what a phase's offset is. An image has `image` pixels.
+// from `low_d` on, a stride apart; and as rows of taps those of all planes of the filter, `plane_taps_y` of them each,
+// a dilation apart, or those of a phase, `tap_stride_d` apart in the filter. An image has `image` pixels; dx has
+// `dx_depth` planes an image.
 struct Volume {
   VOLUME_FIELDS
 };
@@ -111,7 +112,7 @@ struct Volume {
 // `tap_blocks`: k-tiles of its `channels` terms, or for WEIGHTS N blocks. NCHW pixels, where they are N or K, are
 // walked as one row of `width` N blocks or k-tiles; an NCHW output has images of `image_pixels`. The output, and each
 // split-K partial, has `out_size` elements. Taps of a phase are `tap_stride_h` and `tap_stride_w` apart in the filter.
-// STRIDED has `phase_count` phases, 2 or 4, from those of most taps to those of none; other products have one.
+// STRIDED has `phase_count` phases, 2, 4 or 8, from those of most taps to those of none; other products have one.
 struct Shape {
   SHAPE_FIELDS
 };
@@ -196,7 +197,11 @@ __device__ __forceinline__ WorkTile work_tile_at(const Shape& shape, const Clust
   int k_tiles = shape.grid.k_tiles;
   if constexpr (STRIDED) {
     const Phase& phase = phase_at(shape, tile.phase);
+#ifdef VARIANT_VOLUME
+    k_tiles = phase.d.taps * phase.h.taps * phase.w.taps * shape.tap_blocks.by;
+#else
     k_tiles = phase.h.taps * phase.w.taps * shape.tap_blocks.by;
+#endif
     if constexpr (CLUSTER_K > 1) {
       const int power = log2_cluster_k(shape, tile.phase);
       tile.split &= (1 << power) - 1;
@@ -213,7 +218,16 @@ __device__ __forceinline__ WorkTile work_tile_at(const Shape& shape, const Clust
 // The pixel of dx that a phase's pixel is, as an index with w innermost, or -1 if it is beyond the image.
 __device__ __forceinline__ int dx_pixel(const Shape& shape, const Phase& phase, const Pixel& pixel) {
   const int h = pixel.h * shape.walk.stride_h + phase.h.at, w = pixel.w * shape.walk.stride_w + phase.w.at;
+#ifdef VARIANT_VOLUME
+  const Volume& volume = shape.volume;
+  const int n = pixel.n / volume.depth;
+  const int d = (pixel.n - n * volume.depth.by) * volume.stride_d + phase.d.at;
+  return d < volume.dx_depth && h < shape.dx_height && w < shape.dx_width
+             ? ((n * volume.dx_depth + d) * shape.dx_height + h) * shape.dx_width + w
+             : -1;
+#else
   return h < shape.dx_height && w < shape.dx_width ? (pixel.n * shape.dx_height + h) * shape.dx_width + w : -1;
+#endif
 }
 
 // The row of the output that a row of the product is, or -1; for WEIGHTS the row of its group.
@@ -224,7 +238,7 @@ __device__ __forceinline__ int out_row(const Shape& shape, const WorkTile& tile,
 }
 
 // Without WEIGHTS, walks the k-tiles of a work tile: the first channel of each, and its tap. `tap` is its number in the
-// filter; tap_y and tap_x count those of the phase.
+// filter; tap_y and tap_x count those of the phase, tap_y of all its planes.
 struct KTileIterator {
   Phase phase;
   int channel, tap, tap_y, tap_x;
@@ -245,7 +259,15 @@ struct KTileIterator {
 
   // The number in the filter of the sub-filter's tap.
   __device__ __forceinline__ int filter_tap(const Shape& shape) const {
+#ifdef VARIANT_VOLUME
+    const Volume& volume = shape.volume;
+    const int z = tap_y / phase.h.taps, y = tap_y - z * phase.h.taps;
+    const int row =
+        (phase.d.first + z * volume.tap_stride_d) * volume.plane_taps_y.by + phase.h.first + y * shape.tap_stride_h;
+    return row * shape.taps_x.by + phase.w.first + tap_x * shape.tap_stride_w;
+#else
     return (phase.h.first + tap_y * shape.tap_stride_h) * shape.taps_x.by + phase.w.first + tap_x * shape.tap_stride_w;
+#endif
   }
 
   __device__ __forceinline__ void next(const Shape& shape) {

@@ -66,16 +66,18 @@ class PhaseAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A residue class along both axes: pixels of dx that meet the same sub-filter. Other products have one phase.
+    """A residue class along all axes: pixels of dx that meet the same sub-filter. Other products have one phase.
 
     Attributes:
         row, column: indices into `WgmmaProduct.phase_axes`.
+        plane: index into `WgmmaProduct.depth_axes`.
         taps: taps of the sub-filter, along K; 1 for backward weights.
     """
 
     row: int
     column: int
     taps: int
+    plane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +112,9 @@ class WgmmaProduct:
         low, high: their corners, by spatial dimension.
         nchw: which tensors are NCHW; if any is, pixels are N, but for backward weights.
         phase_axes: the sub-filters along both axes, of a volume in a plane.
-        phases: one for each pair of them, most taps first.
-        tap_strides: between the taps of a sub-filter.
+        depth_axes: those along the depth; images have one of one tap.
+        phases: one for each combination of them, most taps first.
+        tap_strides: between the taps of a sub-filter, by spatial dimension.
         dilation: between the pixels that neighbouring taps of a sub-filter meet, by spatial dimension.
     """
 
@@ -126,13 +129,14 @@ class WgmmaProduct:
     high: tuple[int, ...]
     nchw: NchwTensors
     phase_axes: tuple[tuple[PhaseAxis, ...], tuple[PhaseAxis, ...]]
+    depth_axes: tuple[PhaseAxis, ...]
     phases: tuple[Phase, ...]
-    tap_strides: tuple[int, int]
+    tap_strides: tuple[int, ...]
     dilation: tuple[int, ...]
 
     @staticmethod
     def of(problem: ProblemDescription) -> WgmmaProduct:
-        """The product of a problem, strided backward data of up to two dimensions; the last one asked for is kept."""
+        """The product of a problem; the last one asked for is kept."""
         return _product(problem)
 
     @cached_property
@@ -232,17 +236,15 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
     taps = (math.prod(lifted.filter[:-1]), lifted.filter[-1])
     outputs = math.prod(lifted.out_spatial) * lifted.n
     nchw = NchwTensors.of(lifted) or NchwTensors.NONE
-    tap_strides, dilation = (1, 1), conv.dilation
-    phase_axes = [[PhaseAxis(at=0, first=0, taps=count, offset=0)] for count in lifted.filter[-2:]]
+    tap_strides, dilation = (1,) * lifted.spatial_dims, conv.dilation
+    phase_axes = [[PhaseAxis(at=0, first=0, taps=count, offset=0)] for count in lifted.filter]
     if lifted.direction is Direction.BACKWARD_DATA:
         steps = [math.gcd(conv.stride[i], conv.dilation[i]) for i in axes]
-        tap_strides = (conv.stride[-2] // steps[-2], conv.stride[-1] // steps[-1])
+        tap_strides = tuple(conv.stride[i] // steps[i] for i in axes)
         dilation = tuple(conv.dilation[i] // steps[i] for i in axes)
         found = [_phase_axes(lifted, axis) for axis in axes]
         low = tuple(min(one.offset - (one.taps - 1) * dilation[i] for one in found[i] if one.taps) for i in axes)
-        phase_axes = [
-            [replace(one, offset=one.offset - low[i] if one.taps else 0) for one in found[i]] for i in axes[-2:]
-        ]
+        phase_axes = [[replace(one, offset=one.offset - low[i] if one.taps else 0) for one in found[i]] for i in axes]
         visited = tuple(ceil_div(lifted.spatial[i], conv.stride[i]) for i in axes)
         high = tuple(low[i] + visited[i] - lifted.out_spatial[i] for i in axes)
         size_m, size_n, size_k, pixels = math.prod(visited) * lifted.n, c, k, "y"
@@ -254,6 +256,8 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
         size_m, size_n, size_k = (outputs, k, c) if forward else (k, c, outputs)
     if nchw is not NchwTensors.NONE and lifted.direction is not Direction.BACKWARD_WEIGHTS:
         size_m, size_n = size_n, size_m
+    *depths, heights, widths = map(tuple, phase_axes)
+    depth_axes = depths[0] if depths else (PhaseAxis(at=0, first=0, taps=1, offset=0),)
     return WgmmaProduct(
         problem=lifted,
         size_m=size_m,
@@ -265,8 +269,9 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
         low=low,
         high=high,
         nchw=nchw,
-        phase_axes=(tuple(phase_axes[0]), tuple(phase_axes[1])),
-        phases=_phases(lifted, phase_axes, math.prod(lifted.filter[:-2])),
+        phase_axes=(heights, widths),
+        depth_axes=depth_axes,
+        phases=_phases(lifted, depth_axes, heights, widths),
         tap_strides=tap_strides,
         dilation=dilation,
     )
@@ -289,13 +294,15 @@ def _phase_axes(problem: ProblemDescription, axis: int) -> list[PhaseAxis]:
     return found
 
 
-def _phases(problem: ProblemDescription, phase_axes: Sequence[Sequence[PhaseAxis]], planes: int) -> tuple[Phase, ...]:
-    """Each has so many planes of taps."""
+def _phases(
+    problem: ProblemDescription, depths: Sequence[PhaseAxis], heights: Sequence[PhaseAxis], widths: Sequence[PhaseAxis]
+) -> tuple[Phase, ...]:
     if problem.direction is Direction.BACKWARD_WEIGHTS:
         return (Phase(row=0, column=0, taps=1),)
     found = [
-        Phase(row=i, column=j, taps=planes * row.taps * column.taps)
-        for i, row in enumerate(phase_axes[0])
-        for j, column in enumerate(phase_axes[1])
+        Phase(plane=h, row=i, column=j, taps=depth.taps * row.taps * column.taps)
+        for h, depth in enumerate(depths)
+        for i, row in enumerate(heights)
+        for j, column in enumerate(widths)
     ]
     return tuple(sorted(found, key=lambda phase: -phase.taps))

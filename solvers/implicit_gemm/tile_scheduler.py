@@ -32,10 +32,11 @@ NO_PHASE_AXIS = PHASE_AXIS(at=0, first=0, taps=0, offset=0)
 def phase_axes(product: WgmmaProduct, phase: Phase) -> tuple[Struct, Struct]:
     """The `PHASE_AXIS` of a phase along the height and the width."""
     height, width = product.phase_axes[0][phase.row], product.phase_axes[1][phase.column]
-    return _phase_axis(height), _phase_axis(width)
+    return phase_axis(height), phase_axis(width)
 
 
-def _phase_axis(axis: PhaseAxis) -> Struct:
+def phase_axis(axis: PhaseAxis) -> Struct:
+    """The `PHASE_AXIS` of an axis."""
     return PHASE_AXIS(at=axis.at, first=axis.first, taps=axis.taps, offset=axis.offset)
 
 

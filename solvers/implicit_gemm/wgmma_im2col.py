@@ -40,7 +40,7 @@ from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import refuse_mixed_dtypes
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
 from miofind.solvers.common.statistics import PARTIAL_STATISTICS, partial_statistics, with_statistics
-from miofind.solvers.common.wgmma_product import SWIZZLES_BYTES, NchwTensors, WgmmaProduct
+from miofind.solvers.common.wgmma_product import SWIZZLES_BYTES, NchwTensors, Phase, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import (
     MAX_PHASES,
     NO_PHASE_AXIS,
@@ -48,6 +48,7 @@ from miofind.solvers.implicit_gemm.tile_scheduler import (
     PIXEL_WALK,
     TILE_GRID,
     phase_axes,
+    phase_axis,
     pixel_walk,
 )
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
@@ -69,6 +70,9 @@ _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Directi
 
 PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS, log2_cluster_k="int32")
 _NO_PHASE = PHASE(h=NO_PHASE_AXIS, w=NO_PHASE_AXIS, log2_cluster_k=0)
+PHASE_OF_VOLUME = StructType("Phase", d=PHASE_AXIS, h=PHASE_AXIS, w=PHASE_AXIS, log2_cluster_k="int32")
+_NO_PHASE_OF_VOLUME = PHASE_OF_VOLUME(d=NO_PHASE_AXIS, h=NO_PHASE_AXIS, w=NO_PHASE_AXIS, log2_cluster_k=0)
+_MAX_PHASES_OF_VOLUME = 8
 VOLUME = StructType(
     "Volume",
     depth=DIVISOR,
@@ -77,7 +81,8 @@ VOLUME = StructType(
     stride_d="int32",
     low_d="int32",
     dilation_d="int32",
-    offset_d="int32",
+    tap_stride_d="int32",
+    dx_depth="int32",
 )
 _SHAPE_FIELDS: dict[str, Any] = {
     "walk": PIXEL_WALK,
@@ -101,7 +106,9 @@ _SHAPE_FIELDS: dict[str, Any] = {
 }
 SHAPE = StructType("Shape", **_SHAPE_FIELDS)
 """All numbers of a launch; kernels_src/implicit_gemm/wgmma_tiling.cuh says what each is."""
-SHAPE_OF_VOLUME = StructType("Shape", **_SHAPE_FIELDS, volume=VOLUME)
+SHAPE_OF_VOLUME = StructType(
+    "Shape", **_SHAPE_FIELDS | {"phases": (PHASE_OF_VOLUME, _MAX_PHASES_OF_VOLUME)}, volume=VOLUME
+)
 """The same for three dimensions."""
 
 
@@ -165,14 +172,21 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     return (filters, pixels, target) if across else (pixels, filters, target)
 
 
-def _phase(tiling: WgmmaTiling, number: int) -> Struct:
-    """A phase by its rank; zeros, which no kernel reads, beyond the last."""
+def _phases(tiling: WgmmaTiling) -> tuple[Struct, ...]:
+    """The phases by their rank; zeros, which no kernel reads, beyond the last."""
     product = tiling.product
-    if number >= len(product.phases):
-        return _NO_PHASE
-    phase, cluster_k = product.phases[number], (*tiling.phase_cluster_k, *(1 for _ in product.phases))[number]
+    most, nothing = (_MAX_PHASES_OF_VOLUME, _NO_PHASE_OF_VOLUME) if product.is_volume else (MAX_PHASES, _NO_PHASE)
+    clusters_k = (*tiling.phase_cluster_k, *(1 for _ in product.phases))
+    found = [_phase(product, phase, cluster_k) for phase, cluster_k in zip(product.phases, clusters_k, strict=False)]
+    return (*found, *[nothing] * (most - len(found)))
+
+
+def _phase(product: WgmmaProduct, phase: Phase, cluster_k: int) -> Struct:
     h, w = phase_axes(product, phase)
-    return PHASE(h=h, w=w, log2_cluster_k=cluster_k.bit_length() - 1)
+    log2_cluster_k = cluster_k.bit_length() - 1
+    if not product.is_volume:
+        return PHASE(h=h, w=w, log2_cluster_k=log2_cluster_k)
+    return PHASE_OF_VOLUME(d=phase_axis(product.depth_axes[phase.plane]), h=h, w=w, log2_cluster_k=log2_cluster_k)
 
 
 def _grid(tiling: WgmmaTiling) -> Struct:
@@ -189,7 +203,7 @@ def _grid(tiling: WgmmaTiling) -> Struct:
 def _shape(tiling: WgmmaTiling) -> Struct:
     product, problem = tiling.product, tiling.product.problem
     *_, height, width = problem.spatial
-    tap_stride_h, tap_stride_w = product.tap_strides
+    *_, tap_stride_h, tap_stride_w = product.tap_strides
     shape, more = (SHAPE_OF_VOLUME, {"volume": _volume(product)}) if product.is_volume else (SHAPE, {})
     return shape(
         walk=pixel_walk(product, tiling.grid.walked),
@@ -207,7 +221,7 @@ def _shape(tiling: WgmmaTiling) -> Struct:
         dx_width=width,
         tap_stride_h=tap_stride_h,
         tap_stride_w=tap_stride_w,
-        phases=tuple(_phase(tiling, number) for number in range(MAX_PHASES)),
+        phases=_phases(tiling),
         phases_with_taps=len(tiling.phase_cluster_k),
         phase_count=len(product.phases),
         **more,
@@ -218,16 +232,16 @@ def _volume(product: WgmmaProduct) -> Struct:
     """What the walk over a volume's planes, and over its filter's, does not know."""
     problem = product.problem
     is_data = problem.direction is Direction.BACKWARD_DATA
-    depth, *_ = problem.spatial if is_data else problem.out_spatial
-    taps_z, taps_y, _ = problem.filter
+    stride, dx_depth = problem.conv.stride[0], problem.spatial[0]
     return VOLUME(
-        depth=divide_by(depth),
+        depth=divide_by(ceil_div(dx_depth, stride) if is_data else problem.out_spatial[0]),
         image=divide_by(product.image),
-        plane_taps_y=divide_by(taps_y),
-        stride_d=1 if is_data else problem.conv.stride[0],
+        plane_taps_y=divide_by(problem.filter[1]),
+        stride_d=stride,
         low_d=product.low[0],
         dilation_d=product.dilation[0],
-        offset_d=(taps_z - 1) * product.dilation[0] if is_data else 0,
+        tap_stride_d=product.tap_strides[0],
+        dx_depth=dx_depth,
     )
 
 
@@ -310,8 +324,8 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
 
 def _structs(product: WgmmaProduct) -> tuple[StructType, ...]:
     """The structures that the kernel declares with fields from here."""
-    common = (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE)
-    return (*common, VOLUME, SHAPE_OF_VOLUME) if product.is_volume else (*common, SHAPE)
+    common = (PIXEL_WALK, TILE_GRID, PHASE_AXIS)
+    return (*common, PHASE_OF_VOLUME, VOLUME, SHAPE_OF_VOLUME) if product.is_volume else (*common, PHASE, SHAPE)
 
 
 def _reduction(tiling: WgmmaTiling, first: KernelStep) -> KernelStep:

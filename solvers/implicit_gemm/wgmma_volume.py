@@ -18,8 +18,7 @@ class ConvImplicitGemmWgmmaVolume(Im2colWgmmaSolver):
     """Convolution of volumes as a matrix product on wgmma and TMA: NDHWC, or NCDHW where ConvImplicitGemmWgmma serves
     NCHW; float32 accumulators.
 
-    Backward data has stride 1, and y alone may not be channels first for backward weights. Copies meet pixels up to 15
-    beyond the tensor.
+    Y alone may not be channels first for backward weights. Copies meet pixels up to 15 beyond the tensor.
 
     Source: CUDA driver API, cuTensorMapEncodeIm2col, for tensors of five dimensions.
     """
@@ -51,6 +50,10 @@ class ConvImplicitGemmWgmmaVolume(Im2colWgmmaSolver):
             conv(x=(2, 128, 4, 6, 6), w=(96, 64, 1, 3, 3), groups=2, stride=2, padding=(0, 1, 1)),
             conv(x=(2, 36, 4, 9, 9), w=(20, 36, 3, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
             conv(data, x=(2, 72, 5, 8, 7), w=(64, 72, 3, 5, 2), padding=(1, 2, 0)),
+            conv(data, x=(2, 72, 5, 8, 7), w=(64, 72, 3, 3, 3), padding=((1, 0), (0, 2), 1), stride=2),
+            conv(
+                data, x=(2, 72, 5, 8, 7), w=(64, 72, 1, 3, 2), padding=(0, 1, 1), stride=(1, 2, 2), dilation=(1, 1, 2)
+            ),
             conv(data, x=(2, 20, 4, 9, 9), w=(36, 20, 3, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
             conv(weights, x=(2, 64, 5, 9, 8), w=(72, 64, 3, 3, 3), padding=1, dilation=(1, 2, 2)),
             conv(weights, x=(2, 24, 6, 9, 9), w=(40, 24, 2, 3, 3), stride=2),
@@ -63,8 +66,6 @@ class ConvImplicitGemmWgmmaVolume(Im2colWgmmaSolver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
-            return Applicability(f"backward data is served with stride 1, not {problem.conv.stride}")
         if NchwTensors.of(problem) is NchwTensors.A:
             return Applicability("takes no y channels first beside an x that is channels last")
         return super().is_applicable(problem, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.problems.drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma
+from helpers.problems.drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from helpers.problems.wgmma_forms import KINDS
 
 from miofind.compiler import Compiler
@@ -42,6 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "padding_beyond_the_filter": {"x": (1, 16, 4, 6, 7), "w": (24, 16, 2, 2, 2), "padding": 5},
     "one_plane": {"x": (2, 64, 1, 14, 14), "w": (64, 64, 3, 3, 3), "padding": 1},
     "groups": {"x": (2, 128, 4, 9, 9), "w": (192, 64, 3, 3, 3), "padding": 1, "groups": 2},
+}
+STRIDED: dict[str, Any] = {
+    "x": (2, 264, 9, 25, 24),
+    "w": (520, 264, 3, 2, 3),
+    "padding": ((1, 0), (1, 1), (0, 2)),
+    "stride": 2,
 }
 EVERY_TILING: dict[str, Any] = {"x": (2, 264, 5, 13, 12), "w": (136, 264, 2, 2, 3), "padding": ((1, 0), (1, 1), (0, 2))}
 
@@ -112,3 +118,12 @@ def test_every_kind_of_tiling_passes_both_gates(
         assert not configs
         return
     check(VOLUME, problem, device, compiler, configs)
+
+
+def test_every_kind_of_tiling_of_strided_backward_data_passes_both_gates(device: Device, compiler: Compiler) -> None:
+    problem = ProblemDescription.convolution(
+        **STRIDED, dtype="float16", layout=Layout.NDHWC, direction=Direction.BACKWARD_DATA
+    )
+    found = {name: drawn(VOLUME, problem, device, 2, held) for name, held in WGMMA_TILINGS.items()}
+    assert {name for name, configs in found.items() if not configs} == lacking_tilings(problem)
+    check(VOLUME, problem, device, compiler, [config for configs in found.values() for config in configs])

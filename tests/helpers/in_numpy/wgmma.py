@@ -129,8 +129,15 @@ class PhaseAxis(NamedTuple):
 
 
 class Phase(NamedTuple):
+    """Of images the depth is one pixel, which one tap meets."""
+
     h: PhaseAxis
     w: PhaseAxis
+    d: PhaseAxis = PhaseAxis(at=0, first=0, taps=1, offset=0)
+
+    @property
+    def taps(self) -> int:
+        return self.d.taps * self.h.taps * self.w.taps
 
 
 class Launch:
@@ -158,10 +165,11 @@ class Launch:
         has_pixels_first = not self.weights and not self.pixel_columns
         self.pixels, self.boxes = (rows, columns) if has_pixels_first else (columns, rows)
         self.phases = [
-            Phase(PhaseAxis(**phase["h"]), PhaseAxis(**phase["w"])) for phase in named["phases"][: named["phase_count"]]
+            Phase(**{axis: PhaseAxis(**phase[axis]) for axis in "hwd" if axis in phase})
+            for phase in named["phases"][: named["phase_count"]]
         ]
         self.phases_with_taps = named["phases_with_taps"]
-        assert [phase.h.taps * phase.w.taps > 0 for phase in self.phases] == [
+        assert [phase.taps > 0 for phase in self.phases] == [
             number < self.phases_with_taps for number in range(len(self.phases))
         ]
         self.grid, self.taps = step.grid[0], named["taps_y"] * named["taps_x"]
@@ -208,7 +216,7 @@ class Launch:
         phase, shares, count = 0, self.cluster.k, named["k_tiles"]
         if self.strided:
             phase, shares, number = self._phase_of(at, number)
-            count = named["tap_blocks"] * self.phases[phase].h.taps * self.phases[phase].w.taps
+            count = named["tap_blocks"] * self.phases[phase].taps
             assert count <= named["k_tiles"]
         row, tile_n = divmod(number, named["tiles_n"])
         part, tile_m = divmod(row, named["tiles_m"])
@@ -235,26 +243,29 @@ class Launch:
 
     def _tap(self, work: WorkTile, step: int) -> tuple[int, tuple[int, ...]]:
         """The tap of a step by its number in the filter, and how far its pixels are from where the walk is."""
-        named, (h, w) = self.named, self.phases[work.phase]
+        named, (h, w, d) = self.named, self.phases[work.phase]
         tap_y, tap_x = divmod(step // named["tap_blocks"], w.taps if self.strided else named["taps_x"])
         number = tap_y * named["taps_x"] + tap_x
+        plane_taps_y = named.get("plane_taps_y", named["taps_y"])  # of the filter
+        rows = h.taps if self.strided else plane_taps_y
         if self.strided:
-            first, steps = (h.first, w.first), (named["tap_stride_h"], named["tap_stride_w"])
-            number = (first[0] + tap_y * steps[0]) * named["taps_x"] + first[1] + tap_x * steps[1]
+            z, y = divmod(tap_y, rows)
+            row = (d.first + z * named.get("tap_stride_d", 1)) * plane_taps_y + h.first + y * named["tap_stride_h"]
+            number = row * named["taps_x"] + w.first + tap_x * named["tap_stride_w"]
         assert number < self.taps
-        moved = self._moved(tap_y, tap_x)
+        moved = self._moved(tap_y, tap_x, rows)
         if self.kind == "DATA":
-            offsets = (*([named["offset_d"]] if self.is_volume else []), h.offset, w.offset)
+            offsets = (d.offset, h.offset, w.offset)[-len(moved) :]
             moved = tuple(offset - place for offset, place in zip(offsets, moved, strict=True))
         assert all(0 <= pixels <= (31 if self.is_volume else 255) for pixels in moved)
         return number, moved
 
-    def _moved(self, tap_y: int, tap_x: int) -> tuple[int, ...]:
-        """How far the pixels of a tap are from those of the first one, outermost first."""
+    def _moved(self, tap_y: int, tap_x: int, rows: int) -> tuple[int, ...]:
+        """How far the pixels of a tap are from those of the first one, outermost first; a plane has so many rows."""
         named = self.named
         if not self.is_volume:
             return tap_y * named["dilation_h"], tap_x * named["dilation_w"]
-        tap_z, tap_y = divmod(tap_y, named["plane_taps_y"])
+        tap_z, tap_y = divmod(tap_y, rows)
         return tap_z * named["dilation_d"], tap_y * named["dilation_h"], tap_x * named["dilation_w"]
 
     def _columns(self, work: WorkTile, block: int) -> Columns | None:
@@ -303,7 +314,7 @@ class Launch:
         corner = [w * strides[1] + named["low_w"], h * strides[0] + named["low_h"]]
         if self.is_volume:
             n, d = divmod(n, named["depth"])
-            corner.append(d * named["stride_d"] + named["low_d"])
+            corner.append(d * (1 if self.strided else named["stride_d"]) + named["low_d"])
         return copied_pixels(self.pixels, memory, (channel, *corner, n), moved[::-1])
 
     def _pixels_at(self, work: WorkTile, step: int) -> Array:
@@ -379,7 +390,8 @@ class Launch:
                 else:
                     channel = work.group * named["size_n"] + columns.first
                     tap_y, tap_x = divmod(columns.tap, named["taps_x"])
-                    parts.append(self._walked(number, channel, self._moved(tap_y, tap_x)))
+                    rows = named.get("plane_taps_y", named["taps_y"])
+                    parts.append(self._walked(number, channel, self._moved(tap_y, tap_x, rows)))
             copied[block * self.block_n : (block + 1) * self.block_n] = np.concatenate(parts).T
         return copied
 
@@ -468,7 +480,10 @@ class Launch:
             return np.full(rows.shape, True), rows
         lines, w = np.divmod(rows, named["width"])
         n, h = np.divmod(lines, named["height"])
+        n, d = np.divmod(n, named.get("depth", 1))
+        d = d * named.get("stride_d", 1) + self.phases[phase].d.at
         h = h * named["stride_h"] + self.phases[phase].h.at
         w = w * named["stride_w"] + self.phases[phase].w.at
-        stored = (h < named["dx_height"]) & (w < named["dx_width"])
-        return stored, ((n * named["dx_height"] + h) * named["dx_width"] + w)[stored]
+        depth = named.get("dx_depth", 1)
+        stored = (d < depth) & (h < named["dx_height"]) & (w < named["dx_width"])
+        return stored, (((n * depth + d) * named["dx_height"] + h) * named["dx_width"] + w)[stored]
