@@ -13,6 +13,10 @@
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(THREADS)
 #error "define T_X, T_W, T_Y and THREADS"
 #endif
+#if !defined(FORWARD) && !defined(BACKWARD_DATA) && !defined(BACKWARD_WEIGHTS) && !defined(FORWARD_WHOLE) && \
+    !defined(BACKWARD_DATA_WHOLE)
+#error "define which kernel is wanted: FORWARD, BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD_WHOLE or BACKWARD_DATA_WHOLE"
+#endif
 
 constexpr int kThreads = THREADS;
 static_assert(kThreads >= 32 && kThreads <= 1024 && (kThreads & (kThreads - 1)) == 0, "THREADS is a power of two");

@@ -10,6 +10,9 @@
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(TILE)
 #error "define T_X, T_W, T_Y and TILE"
 #endif
+#if !defined(FORWARD_TILED) && !defined(BACKWARD_WEIGHTS_TILED)
+#error "define which kernel is wanted: FORWARD_TILED or BACKWARD_WEIGHTS_TILED"
+#endif
 
 constexpr int kTile = TILE, kThreads = kTile * kTile;
 constexpr int kBlocks = 3;       // a multiprocessor's: else ptxas spills registers for more

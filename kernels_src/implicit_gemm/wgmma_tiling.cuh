@@ -101,7 +101,7 @@ static_assert(NCHW != NCHW_A, "volumes have no y alone with channels first");
 
 // What the pixels of volumes are besides. The walk counts the planes of all images as its images, `depth` of them each,
 // from `low_d` on, a stride apart; and as rows of taps those of all planes of the filter, `plane_taps_y` of them each,
-// a dilation apart, or those of a phase, `tap_stride_d` apart in the filter. An image has `image` pixels; dx has
+// a dilation apart, or those of a phase, `tap_stride_d` apart in the filter. `image` divides by `image_pixels`; dx has
 // `dx_depth` planes an image.
 struct Volume {
   VOLUME_FIELDS

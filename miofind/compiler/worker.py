@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -44,13 +43,15 @@ instead of 60 ms."""
 
 
 def serve(parent: Parent, cache: BinaryCache) -> None:
-    """Compile what the parent asks for, one request after another; others of its user's processes go first."""
+    """Compile what the parent asks for, one request after another; processes of usual priority go first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     compiler = Compiler(cache)
-    with contextlib.suppress(CompileError, MissingLibraryError):  # each request is answered with it
+    try:
         _compile_first()
+    except (CompileError, MissingLibraryError) as error:  # each request meets what is missing, and is answered with it
+        logger.debug("nothing was compiled before the first request: %s", error)
     parent.ready()
     while True:
         parent.send(CompileReply(_answer(compiler, parent.receive())))

@@ -50,6 +50,9 @@ class Executor(Protocol):
     def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one."""
 
+    def abandon(self) -> None:
+        """End what was begun and will not be run."""
+
     def close(self) -> None:
         """Release what the executor holds."""
 
@@ -84,6 +87,9 @@ class InProcess:
                 logger.warning("%s: measure with isolate=True (--isolate) to keep it from the others", event.reason)
             else:
                 yield event
+
+    def abandon(self) -> None:
+        """Nothing was begun."""
 
     def close(self) -> None:
         """Nothing to release."""
@@ -242,8 +248,12 @@ class Isolated:
             begun, self._begun = self._begun, None
         if child is not None:
             is_begun = begun is not None and _is_same(begun, job)
-            if child.is_alive and (begun is None or is_begun or self._is_done(child, begun)):
-                return child, is_begun
+            try:
+                if child.is_alive and (begun is None or is_begun or self._is_done(child, begun)):
+                    return child, is_begun
+            except BaseException:  # Ctrl-C: nobody else knows of it
+                child.kill()
+                raise
             child.kill()
         if prepared is not None:
             if not self._complaint(prepared):
@@ -307,6 +317,15 @@ class Isolated:
             child.kill()
         kind = MeasurementError if self._device.place is Place.CPU else DeviceLostError
         raise kind(f"no measuring process can be started on {self._device.name}: {reason}")
+
+    def abandon(self) -> None:
+        """End the child where it works on what nobody has asked for: whatever is measured next has the device."""
+        with self._lock:
+            child = self._child if self._begun is not None else None
+            if child is not None:
+                self._child = self._begun = None
+        if child is not None:
+            child.kill()
 
     def close(self) -> None:
         """End the child."""

@@ -24,7 +24,7 @@ _USUAL = (((32, 64, 56, 56), (64, 64, 3, 3)), ((32, 512, 7, 7), (512, 512, 3, 3)
 
 
 def usual_harness_steps(dtype: DataType, device: Device, *, trains: bool) -> tuple[KernelStep, ...]:
-    """What most problems of a network need, of short sums and of long ones, before there is one of them.
+    """What most problems of a network will need, of short sums and of long ones, before its problems are known.
 
     Args:
         dtype: of its tensors.

@@ -42,10 +42,12 @@ def warm_up(device: Device, compiler: Compiler, registry: Registry, is_wanted: C
 
     What cannot be loaded fails again where it is needed, which says so.
     """
-    for part in _parts(device, compiler, registry):
-        if not is_wanted():
-            return
+    parts = _parts(device, compiler, registry)
+    while is_wanted():
         try:
+            part = next(parts, None)
+            if part is None:
+                return
             part()
         except BaseException as error:  # a solver's own module may raise anything
             raise_if_interrupted(error)

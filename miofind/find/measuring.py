@@ -158,7 +158,7 @@ def _with_bare_measured(
     return replace(options, time_budget_s=left_s) if is_limited else options
 
 
-def begin(
+def begin_likeliest(
     problem: ProblemDescription, options: FindOptions, handle: Handle, likeliest: Plan, pool: CompilePool
 ) -> None:
     """Have the measuring process begin with what `measure` will ask it first, where that is sure and it can.

@@ -281,7 +281,7 @@ class GpuTasks:
         """See `TaskQueue.take`."""
         return self._holdings.take(self)
 
-    def promised(self, kind: str) -> Task | None:
+    def promise(self, kind: str) -> Task | None:
         """None: any member may take the next job."""
         return None
 

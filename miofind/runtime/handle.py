@@ -58,7 +58,8 @@ class Handle:
     Attributes:
         answers: answers of this process by (network_config, options).
         calls: what runs calls over arrays; a new one where answers change.
-        measuring: held while something is measured: two measurements at a time would slow each other.
+        measuring: held while something is measured: two measurements at a time would slow each other. A tuning has its
+            next problem begun without it, while one is recorded.
 
     Raises:
         NoDeviceError, MissingLibraryError: the device cannot be used.

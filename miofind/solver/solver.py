@@ -345,7 +345,7 @@ class Solver(ABC):
         """The steps that compute an applicable problem with a valid configuration."""
 
     def kept_solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        """What `solution` gives, kept of our own solvers: whoever answers makes it, others ask for more of it."""
+        """What `solution` gives, kept of our own solvers: who answers or compiles makes it, who runs it asks again."""
         if self.is_own:
             return _own_solution(self, problem, device, config)
         return self.solution(problem, device, config)

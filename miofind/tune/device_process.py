@@ -67,7 +67,7 @@ class _RemoteQueue:
         task: Task | None = self._asked(QueueCall.Method.TAKE, kind)
         return task
 
-    def promised(self, kind: str) -> Task | None:
+    def promise(self, kind: str) -> Task | None:
         """None: any device may take the next task."""
         return None
 

@@ -69,8 +69,8 @@ class TaskQueue:
                 self._changed.wait()
             return None
 
-    def promised(self, kind: str) -> Task | None:
-        """The task that `take` will give next, left where it is; None where it would wait, or give none."""
+    def promise(self, kind: str) -> Task | None:
+        """Fix which task `take` gives next, and leave it where it is; None where it would wait, or give none."""
         with self._changed:
             if self._closed or not self._waiting.get(kind) or time.monotonic() >= self._deadline:
                 return None

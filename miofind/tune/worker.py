@@ -19,7 +19,7 @@ from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find.lookup import records
 from miofind.find.lookup.failures import failed_outcomes
 from miofind.find.lookup.validity import is_valid
-from miofind.find.measuring import begin, measure
+from miofind.find.measuring import begin_likeliest, measure
 from miofind.find.plan import Plan
 from miofind.finddb import RefusedEntryError, usable_rows
 from miofind.runtime.handle import Handle
@@ -48,8 +48,8 @@ class Tasks(Protocol):
     def take(self, kind: str) -> Task | None:
         """The next task for a kind of device, None where there is no more."""
 
-    def promised(self, kind: str) -> Task | None:
-        """The task that `take` gives next, left where it is; None where that is open."""
+    def promise(self, kind: str) -> Task | None:
+        """Fix which task `take` gives next, and leave it where it is; None where that is open."""
 
     def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
         """Of the next tasks those to prepare, left where they are."""
@@ -97,7 +97,12 @@ class Worker:
         Raises:
             DatabaseError, MissingEnvironmentError: what would fail every problem.
         """
-        kind = self._handle.device.identity
+        try:
+            self._run(self._handle.device.identity)
+        finally:
+            self._handle.executor(isolate=self._options.find.isolate).abandon()
+
+    def _run(self, kind: str) -> None:
         if self._precompiler is not None and self._precompiler.defers:
             self._prepare(kind)  # the first of all, too: this thread would plan it against the one that prepares
         while (task := self._queue.take(kind)) is not None:
@@ -118,13 +123,13 @@ class Worker:
 
     def _begin_next(self) -> None:
         """Have the next problem's likeliest candidates measured while this one's results are recorded."""
-        task = self._queue.promised(self._handle.device.identity)
+        task = self._queue.promise(self._handle.device.identity)
         if task is None or self._precompiler is None:
             return
         problem, options = task.request.problem, task.options or self._options
         plan = self._precompiler.plan(problem, options)
         if plan is not None and not (options.recheck or options.stored):
-            begin(problem, options.find, self._handle, plan, self._precompiler.pool)
+            begin_likeliest(problem, options.find, self._handle, plan, self._precompiler.pool)
 
     def _prepare(self, kind: str) -> None:
         """Have the next problems' kernels compiled."""

@@ -41,6 +41,7 @@ class ConvChannelsLastVolume(ChannelsLastSolver):
             conv(data, x=(2, 72, 4, 8, 7), w=(64, 72, 3, 5, 3), padding=(1, 2, 1)),
             conv(weights, x=(2, 64, 5, 8, 9), w=(72, 64, 3, 3, 3), padding=1, dilation=2),
             conv(x=(2, 64, 4, 9, 9), w=(72, 64, 3, 3, 3), padding=1, epilogue="bias.residual.relu"),
+            conv(x=(3, 24, 4, 9, 7), w=(40, 24, 3, 3, 3), epilogue="channel_bias.silu"),
             conv(x=(2, 64, 4, 9, 9), w=(72, 64, 3, 3, 3), padding=1, stride=2, epilogue="bias.statistics"),
             conv(weights, x=(2, 64, 4, 9, 9), w=(72, 64, 3, 3, 3), padding=1, epilogue="bias_gradient"),
         )

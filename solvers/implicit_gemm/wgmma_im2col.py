@@ -57,7 +57,7 @@ from miofind.solvers.implicit_gemm.wgmma_shortlist import CLUSTER_SPLITS, SPLITS
 from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
 
 SOURCES = {2: "implicit_gemm/wgmma.cu", 3: "implicit_gemm/wgmma_volume.cu"}
-"""The kernels' by spatial dimensions: those of one are lifted to two."""
+"""Where the kernels are, by the problem's spatial dimensions; one dimension is lifted to two."""
 
 _FILTERS = "filters"
 _PARTIAL_BIAS_GRADIENT = "partial bias gradient"
@@ -410,7 +410,7 @@ def _short_list(problem: ProblemDescription, device: Device) -> WgmmaTiling:
 
 
 class Im2colWgmmaSolver(Solver):
-    """A convolution as a matrix product on wgmma whose pixels TMA loads in im2col mode, of what layouts solvers say.
+    """A convolution as a matrix product on wgmma whose pixels TMA loads in im2col mode; its subclasses name layouts.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
     """

@@ -60,6 +60,8 @@ class ConvImplicitGemmWgmmaVolume(Im2colWgmmaSolver):
             conv(x=(2, 72, 3, 8, 8), w=(64, 72, 1, 1, 1), layout=Layout.NCDHW),
             conv(x=(2, 24, 4, 9, 7), w=(40, 24, 3, 3, 3), layout=y_first),
             conv(x=(2, 64, 4, 9, 9), w=(128, 64, 3, 3, 3), padding=1, epilogue="bias.residual.relu"),
+            conv(x=(3, 24, 4, 9, 7), w=(40, 24, 3, 3, 3), layout=y_first, epilogue="channel_bias.residual.relu"),
+            conv(x=(3, 64, 3, 8, 8), w=(128, 64, 3, 3, 3), padding=1, epilogue="channel_bias.silu"),
             conv(x=(3, 72, 3, 7, 7), w=(40, 72, 3, 3, 3), padding=1, epilogue="statistics"),
             conv(weights, x=(2, 64, 4, 9, 9), w=(72, 64, 3, 3, 3), padding=1, epilogue="bias_gradient"),
             conv(data, x=(2, 72, 4, 8, 8), w=(64, 72, 3, 3, 3), padding=1, epilogue="residual.drelu"),

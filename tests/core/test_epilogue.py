@@ -262,6 +262,10 @@ def test_second_outputs_change_no_results() -> None:
     assert not Epilogue.of("statistics").changes_results
     assert not Epilogue.of("float32.bias_gradient").changes_results
     assert Epilogue.of("bias.statistics").changes_results
+    assert Epilogue.of("statistics").numbers == ()
+    assert Epilogue.of("relu.statistics").numbers == ("alpha",)
+    with pytest.raises(InvalidOptionError, match=r"alpha=2\.0: the epilogue statistics has no factor"):
+        Epilogue.of("statistics").parameters({"alpha": 2.0})
 
 
 def test_all_else_of_an_epilogue_changes_results() -> None:
@@ -275,7 +279,3 @@ def test_all_else_of_an_epilogue_changes_results() -> None:
     assert values.keys() | others.keys() == {field.name for field in fields(Epilogue)}
     for name, value in values.items():
         assert Epilogue(**{name: value}).changes_results
-    assert Epilogue.of("statistics").numbers == ()
-    assert Epilogue.of("relu.statistics").numbers == ("alpha",)
-    with pytest.raises(InvalidOptionError, match=r"alpha=2\.0: the epilogue statistics has no factor"):
-        Epilogue.of("statistics").parameters({"alpha": 2.0})

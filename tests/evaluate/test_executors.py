@@ -609,3 +609,52 @@ def test_a_hang_in_a_job_that_was_begun_is_waited_for_as_long(shared: Isolated, 
     wait_until(lambda: (Path(os.environ["FAULT_FOLDER"]) / "hangs").exists(), "a hang")
     fault("")
     assert all(outcome.status.usable for outcome in by_solver(shared.run(job())).values())
+
+
+def test_what_fills_the_memory_in_a_job_that_nobody_runs_is_not_the_next_ones(executor: Isolated, fault: Fault) -> None:
+    by_solver(executor.run(job()))
+    child = executor._child
+    fault("exhaust")
+    executor.begin(job(effort=Effort.SCREEN))
+    wait_until(lambda: child is not None and child._child.connection.poll(0), "what the child tells")
+    time.sleep(0.2)  # it has been told to fail by now
+    fault("")
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
+
+
+@pytest.mark.usefixtures("hangs")
+def test_ctrl_c_while_a_begun_job_is_waited_for_leaves_no_process(
+    shared: Isolated, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_solver(shared.run(job()))
+    child = shared._child
+    assert child is not None
+    fault("spin")
+    shared.begin(job(effort=Effort.SCREEN))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Service, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(shared.run(job()))
+    assert not child.is_alive
+    fault("")
+    assert all(outcome.status.usable for outcome in by_solver(shared.run(job())).values())
+
+
+def test_what_is_abandoned_ends_and_what_is_not_begun_stays(executor: Isolated, fault: Fault) -> None:
+    executor.abandon()
+    by_solver(executor.run(job()))
+    child = executor._child
+    assert child is not None
+    executor.abandon()
+    assert executor._child is child
+    fault("wait to be killed")
+    executor.begin(job())
+    executor.abandon()
+    assert executor._child is None
+    assert not child.is_alive
+    fault("")
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -124,6 +125,19 @@ def test_what_python_froze_itself_is_no_programs(monkeypatch: pytest.MonkeyPatch
     with without_what_is_loaded():
         assert not any(each is before for each in gc.get_objects())
     assert any(each is before for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_program_that_froze_before_it_loaded_anything_is_told_from_python(freezes: bool) -> None:
+    """By what the interpreter counts."""
+    code = (
+        f"import gc\nif {freezes}: gc.freeze()\n"
+        "from miofind.process.garbage import without_what_is_loaded\nfrozen = gc.get_freeze_count()\n"
+        "with without_what_is_loaded(): print(gc.get_freeze_count() > frozen)\n"
+        "print(gc.get_freeze_count() == (frozen if {freezes} else 0))"
+    ).replace("{freezes}", str(freezes))
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert told == [str(not freezes), "True"]
 
 
 def test_what_was_loaded_since_is_left_out_too_when_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ def test_results_may_be_channels_first(shape: str, direction: Direction) -> None
         (conv(x=(2, 16, 8, 8, 8), w=(16, 16, 3, 3, 3), stride=(3, 1, 1), direction=DATA), "strides of 1 and 2"),
         (conv(x=(1, 16, 40, 8, 8), w=(16, 16, 17, 3, 3), padding=(16, 1, 1)), "up to 15 beyond the tensor"),
         (conv(x=(1, 16, 40, 8, 8), w=(16, 16, 17, 3, 3), padding=(8, 1, 1)), ""),
+        (conv(x=(1, 16, 40, 8, 8), w=(16, 16, 33, 3, 3), padding=((0, 20), (1, 1), (1, 1))), "at most 31 pixels"),
         (
             conv(
                 x=(2, 16, 8, 8, 8),

@@ -18,8 +18,9 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import CompileError, NoSolutionError
 from miofind.evaluate.evaluate import Job
+from miofind.evaluate.executors import InProcess
 from miofind.evaluate.harness_kernels import harness_steps
-from miofind.find.measuring import begin, measure
+from miofind.find.measuring import begin_likeliest, measure
 from miofind.find.plan import Planned, make_plan
 from miofind.find.rounds import Measuring
 from miofind.measure.effort import Effort
@@ -35,7 +36,7 @@ from miofind.tune.precompiler import _SWITCH_S, Precompiler, _quick_turns
 from miofind.tune.queue import TaskQueue
 from miofind.tune.service import tasks_of
 from miofind.tune.values import Task, TuneFinished, TuneOptions, TuneResult, TuneStarted
-from miofind.tune.worker import Worker, failed
+from miofind.tune.worker import Worker, failed, tuned
 
 PROBLEM = ProblemDescription.convolution(x=(1, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvDirectTiled",)))
@@ -220,8 +221,13 @@ class Begun:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
+        self.abandoned = 0
+
     def begin(self, job: Job) -> None:
         self.jobs.append(job)
+
+    def abandon(self) -> None:
+        self.abandoned += 1
 
 
 LIKELY = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",), isolate=True, time_budget_s=7.0))
@@ -248,7 +254,7 @@ def test_the_device_begins_with_what_measuring_will_ask(
     monkeypatch.setattr(Measuring, "run", run)
     (plan,) = tuning_plans(PROBLEM, LIKELY, handle)
     pool = Pool()
-    begin(PROBLEM, LIKELY.find, handle, plan, pool)  # type: ignore[arg-type]
+    begin_likeliest(PROBLEM, LIKELY.find, handle, plan, pool)  # type: ignore[arg-type]
     monkeypatch.setattr(Begun, "prepare", lambda self: None, raising=False)
     monkeypatch.setattr("miofind.find.measuring._refuse_capture", lambda _: None)
     with pytest.raises(NoSolutionError):
@@ -272,11 +278,11 @@ def test_nothing_is_begun_that_is_not_sure(
         pool.broken = True
     elif why == "a solver fails":
         monkeypatch.setattr(Planned, "kernels", lambda *_: 1 / 0)
-    begin(PROBLEM, find, handle, plan, pool)  # type: ignore[arg-type]
+    begin_likeliest(PROBLEM, find, handle, plan, pool)  # type: ignore[arg-type]
     assert len(begun) == (why == "sure")
 
 
-@pytest.mark.parametrize("change", [{}, {"recheck": True}, {"force": True}])
+@pytest.mark.parametrize("change", [{}, {"recheck": True}, {"stored": True}, {"force": True}])
 def test_the_next_problem_is_begun_when_the_device_is_at_rest(
     change: dict[str, bool], handle: Handle, begun: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +304,47 @@ def test_the_next_problem_is_begun_when_the_device_is_at_rest(
     queue = TaskQueue(tasks_of(requests, [handle], LIKELY), seconds=math.inf)
     Worker(0, handle, options, queue, precompiler=precompiler, tell=lambda _: None).run()
     assert len(seen) == 2
-    assert set(seen) == ({()} if "recheck" in change else {(PROBLEM.network_config,)})
+    assert set(seen) == ({()} if change.keys() & {"recheck", "stored"} else {(PROBLEM.network_config,)})
+
+
+def test_what_was_begun_and_is_not_taken_ends_with_the_worker(
+    handle: Handle, begun: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or the end of the time, may come between the two: nobody would end it."""
+    executor = handle.executor(isolate=True)
+    queue = TaskQueue(tasks_of([], [handle], LIKELY), seconds=math.inf)
+    Worker(0, handle, LIKELY, queue, precompiler=None, tell=lambda _: None).run()
+    assert executor.abandoned == 1  # type: ignore[attr-defined]
+    monkeypatch.setattr(queue, "take", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Worker(0, handle, LIKELY, queue, precompiler=None, tell=lambda _: None).run()
+    assert executor.abandoned == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_the_device_is_at_rest_before_anything_is_recorded(
+    usable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is when the next problem is begun, by a tuning that hands this on."""
+    problem, rows = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1)), list[int]()
+    options = FindOptions(only=("ConvCpuDirect",))
+    if not usable:
+        monkeypatch.setattr(InProcess, "run", lambda *_: iter(()))
+    with Handle("cpu", database=tmp_path / "finddb.db") as cpu:
+
+        def at_rest() -> None:
+            histories = cpu.database.histories(cpu.device.identity, problem.network_config)
+            rows.append(sum(len(history.rows) for history in histories))
+
+        (task,) = tasks_of(
+            [SuiteProblem(problem=problem, suite="", layer="", count=1)], [cpu], TuneOptions(find=options)
+        )
+        result = tuned(task, cpu, TuneOptions(find=options), at_rest=at_rest)
+        assert bool(result.solutions) == usable
+        assert rows == [0]
+        if usable:
+            at_rest()
+            assert rows[1] > 0
 
 
 def test_what_the_queue_promised_goes_first(handle: Handle) -> None:
@@ -309,19 +355,19 @@ def test_what_the_queue_promised_goes_first(handle: Handle) -> None:
     queue = TaskQueue(tasks_of(requests, [handle], OPTIONS), seconds=math.inf)
     queue.defer(lambda task: task.request.problem in preparing, 8)
     kind = handle.device.identity
-    promised = queue.promised(kind)
+    promised = queue.promise(kind)
     assert promised is not None
     assert promised.request.problem == PROBLEM
     preparing.clear()
     preparing.add(PROBLEM)
     assert queue.take(kind) is promised
     preparing.add(heavy)
-    assert queue.promised(kind) is None, "it is still prepared"
+    assert queue.promise(kind) is None, "it is still prepared"
     preparing.clear()
     last = queue.take(kind)
     assert last is not None
     assert last.request.problem == heavy
-    assert queue.promised(kind) is None, "there is none left"
+    assert queue.promise(kind) is None, "there is none left"
 
 
 @pytest.mark.parametrize("why", ["closed", "out of time"])
@@ -330,7 +376,7 @@ def test_a_queue_that_gives_nothing_promises_nothing(why: str, handle: Handle) -
     queue = TaskQueue(tasks_of(requests, [handle], OPTIONS), seconds=0 if why == "out of time" else math.inf)
     if why == "closed":
         queue.close()
-    assert queue.promised(handle.device.identity) is None
+    assert queue.promise(handle.device.identity) is None
 
 
 @pytest.fixture

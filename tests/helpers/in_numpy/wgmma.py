@@ -463,7 +463,7 @@ class Launch:
                 n, pixel = self._in_nchw(column // self.block_n, self.block_n)
                 pixel += column % self.block_n
             else:
-                n, pixel = divmod(column, image)
+                n, pixel = divmod(column, self.named["image"] if self.is_volume else image)
             if pixel >= image:
                 continue
             assert pixel + self.segment <= image
