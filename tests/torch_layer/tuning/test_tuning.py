@@ -351,6 +351,10 @@ def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
         def start(self, most: int) -> None:
             told.append("compiling starts")
 
+        def submit(self, steps: Any, arch: str) -> int:
+            told.append(f"{sum('backward' in step.entry for step in steps) > 0} gradients are to be checked")
+            return 0
+
         def close(self) -> None:
             super().close()
             told.append("compiling ends")
@@ -367,8 +371,12 @@ def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
     monkeypatch.setattr(tuning, "problems", recorded)
     with Handle(described(H200.identity), database=MEMORY) as handle, pytest.raises(KeyError):
         tuning.tune(nn.Linear(1, 1), (1, 1), handle=handle)
-    began = ["compiling starts", "measuring starts", "the network is followed"]
+    began = ["compiling starts", "measuring starts", "False gradients are to be checked", "the network is followed"]
     assert told == [*began, "measuring ends", "compiling ends"]
+    told.clear()
+    with Handle(described(H200.identity), database=MEMORY) as handle, pytest.raises(KeyError):
+        tuning.tune(nn.Linear(1, 1), (1, 1), handle=handle, training=True)
+    assert "True gradients are to be checked" in told
     told.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tuning, "has_cupy", lambda: True)
