@@ -88,16 +88,17 @@ def test_a_number_that_does_not_fit_is_named(argument: Scalar | Struct) -> None:
 
 @pytest.mark.usefixtures("launched")
 def test_kernels_that_differ_in_a_define_are_loaded_apart_and_each_once() -> None:
-    loaded: list[tuple[tuple[str, str | int], ...]] = []
+    loaded: list[tuple[str, object]] = []
 
     class Compiler:
         def load(self, step: KernelStep, device: Device) -> Kernel:
-            loaded.append(step.defines)
+            loaded.append((step.entry, dict(step.defines)["T"]))
             return Kernel()
 
     kernels = DeviceKernels(Device.virtual("90a"), Compiler())  # type: ignore[arg-type]
     for dtype in ("float16", "float32", "float16"):
         for count in (1, 2):
-            kernel = GridStride(source="a.cu", entry="a", items=count, dtype=dtype)
-            kernels.bind(kernel, ("x", int64(count)), ADDRESSES, 9)()
-    assert loaded == [(("T", "float16"),), (("T", "float32"),)]
+            for entry in ("a", "b"):
+                kernel = GridStride(source="a.cu", entry=entry, items=count, dtype=dtype)
+                kernels.bind(kernel, ("x", int64(count)), ADDRESSES, 9)()
+    assert loaded == [("a", "float16"), ("b", "float16"), ("a", "float32"), ("b", "float32")]

@@ -251,3 +251,9 @@ def test_images_are_checked_whole_where_few_channels_share_long_sums() -> None:
     assert of_images(problem, problem.n) == problem
     for other in (DEEP["depthwise"], RESNET["64x56s1"], turned(DEEP["first"], Direction.BACKWARD_WEIGHTS)):
         assert sample_images(other, np.random.default_rng(0)).size == 0
+
+
+def test_coordinates_that_are_given_twice_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        edge_coordinates(100)[0] = 7
+    assert edge_coordinates(100)[0] == 0

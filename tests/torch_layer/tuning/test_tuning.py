@@ -28,6 +28,7 @@ from miofind.suites import SuiteProblem
 from miofind.torch.override import comparisons
 from miofind.torch.override.dispatcher import native_kernels
 from miofind.torch.override.flags import Flags, state
+from miofind.torch.recording.recording import Recording
 from miofind.torch.tuning import tuning
 from miofind.torch.tuning.report import TunedProblem, TuningReport
 from miofind.torch.tuning.tuning import _switches_kept
@@ -388,6 +389,31 @@ def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
     with Handle("cpu", database=MEMORY) as handle, pytest.raises(KeyError):
         tuning.tune(nn.Linear(1, 1), (1, 1), handle=handle)
     assert told == ["the network is followed"]
+
+
+def test_what_following_a_network_loads_is_left_out_of_searches_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch imports half of itself for it: a search among that took 0.2 s of the finds."""
+
+    class Loaded:
+        """Garbage is looked for among its like."""
+
+    loaded = list[Loaded]()
+
+    def recorded(*_: object, **__: object) -> Recording:
+        loaded.append(Loaded())
+        assert any(each is loaded[0] for each in gc.get_objects())
+        return Recording("network")
+
+    def found(*_: object) -> Any:
+        assert not any(each is loaded[0] for each in gc.get_objects())
+        raise KeyError("whatever a tuning meets")
+
+    monkeypatch.setattr(tuning, "problems", recorded)
+    monkeypatch.setattr(tuning, "_found", found)
+    gc.unfreeze()  # what another test froze
+    with Handle("cpu", database=MEMORY) as handle, pytest.raises(KeyError):
+        tuning.tune(nn.Linear(1, 1), (1, 1), handle=handle)
+    assert any(each is loaded[0] for each in gc.get_objects())
 
 
 @pytest.mark.parametrize(
