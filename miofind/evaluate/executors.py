@@ -124,7 +124,7 @@ class Isolated:
         self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
         self._child: Service | None = None
         self._prepared: Service | None = None
-        self._begun: Job | None = None  # what the child works on that nobody has asked for yet
+        self._begun: tuple[Service, Job] | None = None  # the child that works on what nobody has asked for yet
         self._lock = threading.Lock()
         self._works = False
         follow_forks(self)
@@ -149,9 +149,16 @@ class Isolated:
         If another one is run, it waits until the child is done with this one, and nobody hears of that.
         """
         with self._lock:
-            if self._child is not None and self._begun is None and not self._works:
-                self._begun = job
-                self._child.send(job)
+            child = self._child
+            if child is None or self._begun is not None or self._works:
+                return
+            try:
+                self._begun = child, job
+                child.send(job)
+            except BaseException:  # Ctrl-C: whether the child has it is open
+                self._child = self._begun = None
+                child.kill()
+                raise
 
     def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
@@ -246,19 +253,21 @@ class Isolated:
             child, self._child = self._child, None
             prepared, self._prepared = self._prepared, None
             begun, self._begun = self._begun, None
-        if child is not None:
-            is_begun = begun is not None and _is_same(begun, job)
-            try:
-                if child.is_alive and (begun is None or is_begun or self._is_done(child, begun)):
+        try:
+            if child is not None:
+                of_child = begun[1] if begun is not None and begun[0] is child else None
+                is_begun = of_child is not None and _is_same(of_child, job)
+                if child.is_alive and (of_child is None or is_begun or self._is_done(child, of_child)):
                     return child, is_begun
-            except BaseException:  # Ctrl-C: nobody else knows of it
                 child.kill()
-                raise
-            child.kill()
-        if prepared is not None:
-            if not self._complaint(prepared):
-                return prepared, False
-            prepared.kill()
+            if prepared is not None:
+                if not self._complaint(prepared):
+                    return prepared, False
+                prepared.kill()
+        except BaseException:  # Ctrl-C: nobody else knows of them
+            for each in filter(None, (child, prepared)):
+                each.kill()
+            raise
         return None, False
 
     def _is_done(self, child: Service, begun: Job) -> bool:
@@ -321,11 +330,11 @@ class Isolated:
     def abandon(self) -> None:
         """End the child where it works on what nobody has asked for: whatever is measured next has the device."""
         with self._lock:
-            child = self._child if self._begun is not None else None
-            if child is not None:
-                self._child = self._begun = None
-        if child is not None:
-            child.kill()
+            begun, self._begun = self._begun, None
+            if begun is not None and begun[0] is self._child:
+                self._child = None
+        if begun is not None:
+            begun[0].kill()
 
     def close(self) -> None:
         """End the child."""

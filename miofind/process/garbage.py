@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
 
 from miofind.process.held_settings import HeldSetting, Holder
@@ -12,9 +13,9 @@ _RARE = 50_021
 """How many more objects there are than at the last search when Python looks for garbage again, instead of 700 or 2,000:
 a plan makes a thousand, the trace of a network twenty thousand. No round number, which a program may set by itself."""
 
-_INTERPRETERS = 1_000
-"""Python 3.12 has frozen 375 objects of its own before a program begins; a program that freezes what it has loaded has
-over 4,000 more, though it has loaded nothing yet."""
+_INTERPRETERS = 1_000 if sys.version_info >= (3, 12) else 0
+"""Python 3.12 has frozen 375 objects of its own before a program begins, earlier ones none; a program that freezes what
+it has loaded has over 4,000 more, though it has loaded nothing yet."""
 
 
 @contextlib.contextmanager
@@ -45,8 +46,8 @@ def without_what_is_loaded() -> Iterator[Callable[[], None]]:
     if gc.get_freeze_count() > _INTERPRETERS:
         yield lambda: None
         return
-    gc.freeze()
     try:
+        gc.freeze()
         yield gc.freeze
     finally:
         gc.unfreeze()

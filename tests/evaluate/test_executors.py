@@ -658,3 +658,35 @@ def test_what_is_abandoned_ends_and_what_is_not_begun_stays(executor: Isolated, 
     assert not child.is_alive
     fault("")
     assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
+
+
+@pytest.mark.parametrize("runs_it", [True, False])
+def test_ctrl_c_in_begin_leaves_nobody_waiting(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch, runs_it: bool
+) -> None:
+    """The child may have the job, or not, or a part of it: none of these is taken for begun."""
+    by_solver(executor.run(job()))
+    child = executor._child
+    assert child is not None
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Service, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.begin(job())
+    assert not child.is_alive
+    wanted = job() if runs_it else job(effort=Effort.TUNE)
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(wanted)).values())
+
+
+def test_what_was_begun_is_its_childs(executor: Isolated, sent: list[Job]) -> None:
+    """Of runs that overlap the last one's child is kept, which has not begun what another one has."""
+    first = executor.run(job())
+    next(first)
+    by_solver(executor.run(job()))
+    executor.begin(job())
+    list(first)
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
+    assert len(sent) == 4
