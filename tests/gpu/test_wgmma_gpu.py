@@ -11,6 +11,7 @@ import pytest
 from helpers.problems.drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from helpers.problems.wgmma_forms import KINDS, ONE_FIRST
 from helpers.runs.device_buffers import POISON, Buffer, addresses, download, integers, upload
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
@@ -22,8 +23,6 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.solvers.implicit_gemm.channels_last import ConvChannelsLast
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -127,20 +126,6 @@ def sampled(solver: Solver, problem: ProblemDescription, device: Device, count: 
     return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
 
 
-def check(
-    solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler, configs: list[Config]
-) -> None:
-    """Configurations pass both gates."""
-    failures = []
-    with Verifier(problem, device, compiler, seed=5) as verifier:
-        for config in configs:
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert not failures, "\n".join(failures)
-
-
 def one_of_each(solver: Solver, problem: ProblemDescription, device: Device) -> list[Config]:
     """A configuration of every kind of tiling that the problem has; some sums are whole, some are split."""
     form = asked(solver, problem, device)
@@ -189,7 +174,7 @@ def test_examples_pass_both_gates(
     solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
 ) -> None:
     assert solver.applicability(problem, device)
-    check(solver, problem, device, compiler, sampled(solver, problem, device, 3, 1))
+    check_gates(solver, problem, device, compiler, sampled(solver, problem, device, 3, 1))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +194,7 @@ def test_every_kind_of_tiling_passes_both_gates(
     assert answer, answer.reason
     found = {name: drawn(WGMMA, problem, device, 2, held) for name, held in WGMMA_TILINGS.items()}
     assert {name for name, configs in found.items() if not configs} == lacking_tilings(problem)
-    check(WGMMA, problem, device, compiler, [config for configs in found.values() for config in configs])
+    check_gates(WGMMA, problem, device, compiler, [config for configs in found.values() for config in configs])
 
 
 def test_blocks_without_columns_get_all_signals_of_their_cluster(device: Device, compiler: Compiler) -> None:
@@ -220,7 +205,7 @@ def test_blocks_without_columns_get_all_signals_of_their_cluster(device: Device,
     tile = {"consumers": 1, "rows": 1, "tile_n": 64, "depth_bytes": 128, "stages": 5, "swapped": 0}
     config = Config({**tile, "cluster": "1x2x1", "splits": 32, "blocks": 2})
     for _ in range(5):
-        check(WGMMA, problem, device, compiler, [config])
+        check_gates(WGMMA, problem, device, compiler, [config])
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -235,7 +220,7 @@ def test_wgmma_passes_both_gates(
     answer = WGMMA.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    check(WGMMA, problem, device, compiler, sampled(WGMMA, problem, device, 3, 1 if kind == "float16" else 0))
+    check_gates(WGMMA, problem, device, compiler, sampled(WGMMA, problem, device, 3, 1 if kind == "float16" else 0))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -250,7 +235,9 @@ def test_channels_first_passes_both_gates(
     if not answer:
         pytest.skip(answer.reason)
     drawn_each = drawn_wgmma(WGMMA, problem, device, 3, 1 if kind == "float16" else 0)
-    check(WGMMA, problem, device, compiler, list(dict.fromkeys([*WGMMA.default_configs(problem, device), *drawn_each])))
+    check_gates(
+        WGMMA, problem, device, compiler, list(dict.fromkeys([*WGMMA.default_configs(problem, device), *drawn_each]))
+    )
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -263,7 +250,7 @@ def test_channels_last_passes_both_gates(
     answer = CHANNELS_LAST.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    check(CHANNELS_LAST, problem, device, compiler, sampled(CHANNELS_LAST, problem, device, 4, 0))
+    check_gates(CHANNELS_LAST, problem, device, compiler, sampled(CHANNELS_LAST, problem, device, 4, 0))
 
 
 @pytest.mark.parametrize("direction", list(Direction))

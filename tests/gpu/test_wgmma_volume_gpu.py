@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 from helpers.problems.drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from helpers.problems.wgmma_forms import KINDS
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.steps import Config
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -52,21 +49,6 @@ STRIDED: dict[str, Any] = {
 EVERY_TILING: dict[str, Any] = {"x": (2, 264, 5, 13, 12), "w": (136, 264, 2, 2, 3), "padding": ((1, 0), (1, 1), (0, 2))}
 
 
-def check(
-    solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler, configs: list[Config]
-) -> None:
-    """Configurations pass both gates."""
-    failures = []
-    with Verifier(problem, device, compiler, seed=5) as verifier:
-        for config in configs:
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert configs
-    assert not failures, "\n".join(failures)
-
-
 @pytest.mark.parametrize(
     ("solver", "problem"),
     [(solver, problem) for solver in (VOLUME, AROUND) for problem in solver.examples()],
@@ -77,7 +59,7 @@ def test_examples_pass_both_gates(
 ) -> None:
     answer = solver.applicability(problem, device)
     assert answer, answer.reason
-    check(solver, problem, device, compiler, list(solver.default_configs(problem, device)))
+    check_gates(solver, problem, device, compiler, list(solver.default_configs(problem, device)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,7 +73,7 @@ def test_volumes_pass_both_gates(
     if not answer:
         pytest.skip(answer.reason)
     others = drawn_wgmma(VOLUME, problem, device, 2, 0)
-    check(VOLUME, problem, device, compiler, [*VOLUME.default_configs(problem, device)[:2], *others])
+    check_gates(VOLUME, problem, device, compiler, [*VOLUME.default_configs(problem, device)[:2], *others])
 
 
 @pytest.mark.parametrize("kind", ["float16", "tf32"])
@@ -104,7 +86,7 @@ def test_channels_first_volumes_pass_both_gates(
     answer = AROUND.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    check(AROUND, problem, device, compiler, list(AROUND.default_configs(problem, device)[:3]))
+    check_gates(AROUND, problem, device, compiler, list(AROUND.default_configs(problem, device)[:3]))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -117,7 +99,7 @@ def test_every_kind_of_tiling_passes_both_gates(
     if direction is Direction.BACKWARD_WEIGHTS and held == "swapped":
         assert not configs
         return
-    check(VOLUME, problem, device, compiler, configs)
+    check_gates(VOLUME, problem, device, compiler, configs)
 
 
 def test_every_kind_of_tiling_of_strided_backward_data_passes_both_gates(device: Device, compiler: Compiler) -> None:
@@ -126,4 +108,4 @@ def test_every_kind_of_tiling_of_strided_backward_data_passes_both_gates(device:
     )
     found = {name: drawn(VOLUME, problem, device, 2, held) for name, held in WGMMA_TILINGS.items()}
     assert {name for name, configs in found.items() if not configs} == lacking_tilings(problem)
-    check(VOLUME, problem, device, compiler, [config for configs in found.values() for config in configs])
+    check_gates(VOLUME, problem, device, compiler, [config for configs in found.values() for config in configs])
