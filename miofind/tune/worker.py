@@ -90,6 +90,7 @@ class Worker:
         self._queue = queue
         self._precompiler = precompiler
         self._tell = tell
+        self._has_begun = False
 
     def run(self) -> None:
         """Work until the queue gives no more or the device is lost.
@@ -100,7 +101,8 @@ class Worker:
         try:
             self._run(self._handle.device.identity)
         finally:
-            self._handle.executor(isolate=self._options.find.isolate).abandon()
+            if self._has_begun:
+                self._handle.executor(isolate=self._options.find.isolate).abandon()
 
     def _run(self, kind: str) -> None:
         if self._precompiler is not None and self._precompiler.defers:
@@ -129,6 +131,7 @@ class Worker:
         problem, options = task.request.problem, task.options or self._options
         plan = self._precompiler.plan(problem, options)
         if plan is not None and not (options.recheck or options.stored):
+            self._has_begun = True
             begin_likeliest(problem, options.find, self._handle, plan, self._precompiler.pool)
 
     def _prepare(self, kind: str) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.finddb.finddb_entries import row
@@ -311,14 +312,31 @@ def test_what_was_begun_and_is_not_taken_ends_with_the_worker(
     handle: Handle, begun: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, or the end of the time, may come between the two: nobody would end it."""
-    executor = handle.executor(isolate=True)
-    queue = TaskQueue(tasks_of([], [handle], LIKELY), seconds=math.inf)
-    Worker(0, handle, LIKELY, queue, precompiler=None, tell=lambda _: None).run()
-    assert executor.abandoned == 1  # type: ignore[attr-defined]
-    monkeypatch.setattr(queue, "take", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        Worker(0, handle, LIKELY, queue, precompiler=None, tell=lambda _: None).run()
-    assert executor.abandoned == 2  # type: ignore[attr-defined]
+    executor: Any = handle.executor(isolate=True)
+    other = ProblemDescription.convolution(x=(2, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
+    requests = [SuiteProblem(problem=each, suite="", layer="", count=1) for each in (PROBLEM, other)]
+    pool = Pool()
+    precompiler = Precompiler(pool, LIKELY, defers=True)  # type: ignore[arg-type]
+    precompiler.prepare([PROBLEM, other], handle)
+    precompiler._helper.finish()
+    pool.compiling.clear()
+
+    def interrupted(*_: object, at_rest: Callable[[], None]) -> TuneResult:
+        at_rest()
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        queue = TaskQueue(tasks_of(requests, [handle], LIKELY), seconds=math.inf)
+        Worker(0, handle, LIKELY, queue, precompiler=precompiler, tell=lambda _: None).run()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("miofind.tune.worker.tuned", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert (len(begun), executor.abandoned) == (1, 1)
+    monkeypatch.setattr("miofind.tune.worker.tuned", lambda task, *_, **__: failed(task, ""))
+    run()
+    assert executor.abandoned == 1, "nothing was begun"
 
 
 @pytest.mark.parametrize("usable", [True, False])
