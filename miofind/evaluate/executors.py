@@ -209,9 +209,15 @@ class Isolated:
     def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
         """The child's events; what ended them early is in `watch`."""
         self._works = True
+        child: Service | None = None
         try:
-            child, begun = self._taken(job)
-            yield from self._told(child or self._started(), job, watch, is_begun=begun)
+            child, is_begun = self._taken(job)
+            child = child or self._started()
+            yield from self._told(child, job, watch, is_begun=is_begun)
+        except BaseException:
+            if child is not None and self._child is not child:
+                child.kill()
+            raise
         finally:
             self._works = False
 
@@ -249,15 +255,20 @@ class Isolated:
         Raises:
             MissingLibraryError: a library that measuring needs is missing.
         """
-        with self._lock:
-            child, self._child = self._child, None
-            prepared, self._prepared = self._prepared, None
-            begun, self._begun = self._begun, None
+        child: Service | None = None
+        prepared: Service | None = None
+        begun: tuple[Service, Job] | None = None
         try:
+            with self._lock:
+                child, self._child = self._child, None
+                prepared, self._prepared = self._prepared, None
+                begun, self._begun = self._begun, None
+            if begun is not None and begun[0] is not child:
+                begun[0].kill()
+                begun = None
             if child is not None:
-                of_child = begun[1] if begun is not None and begun[0] is child else None
-                is_begun = of_child is not None and _is_same(of_child, job)
-                if child.is_alive and (of_child is None or is_begun or self._is_done(child, of_child)):
+                is_begun = begun is not None and _is_same(begun[1], job)
+                if child.is_alive and (begun is None or is_begun or self._is_done(*begun)):
                     return child, is_begun
                 child.kill()
             if prepared is not None:
@@ -265,7 +276,7 @@ class Isolated:
                     return prepared, False
                 prepared.kill()
         except BaseException:  # Ctrl-C: nobody else knows of them
-            for each in filter(None, (child, prepared)):
+            for each in filter(None, (child, prepared, begun and begun[0])):
                 each.kill()
             raise
         return None, False
@@ -330,18 +341,20 @@ class Isolated:
     def abandon(self) -> None:
         """End the child where it works on what nobody has asked for: whatever is measured next has the device."""
         with self._lock:
-            begun, self._begun = self._begun, None
-            if begun is not None and begun[0] is self._child:
+            if self._begun is None:
+                return
+            child, _ = self._begun
+            child.kill()  # before it is forgotten: Ctrl-C may come at any time, and to kill it twice is harmless
+            if child is self._child:
                 self._child = None
-        if begun is not None:
-            begun[0].kill()
+            self._begun = None
 
     def close(self) -> None:
         """End the child."""
         with self._lock:
-            children = [child for child in (self._child, self._prepared) if child is not None]
-            self._child = self._prepared = None
-            self._begun = None
+            begun = None if self._begun is None else self._begun[0]
+            children = [child for child in (self._child, self._prepared, begun) if child is not None]
+            self._child = self._prepared = self._begun = None
         for child in children:
             child.kill()
 

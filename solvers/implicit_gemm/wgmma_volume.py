@@ -65,6 +65,8 @@ class ConvImplicitGemmWgmmaVolume(Im2colWgmmaSolver):
             conv(x=(3, 72, 3, 7, 7), w=(40, 72, 3, 3, 3), padding=1, epilogue="statistics"),
             conv(weights, x=(2, 64, 4, 9, 9), w=(72, 64, 3, 3, 3), padding=1, epilogue="bias_gradient"),
             conv(data, x=(2, 72, 4, 8, 8), w=(64, 72, 3, 3, 3), padding=1, epilogue="residual.drelu"),
+            conv(data, x=(2, 72, 5, 8, 7), w=(64, 72, 3, 3, 3), padding=1, stride=2, epilogue="residual.drelu"),
+            conv(data, x=(2, 72, 5, 8, 7), w=(64, 72, 1, 1, 1), stride=2, epilogue="residual.dsilu"),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:

@@ -681,12 +681,40 @@ def test_ctrl_c_in_begin_leaves_nobody_waiting(
     assert all(outcome.status.usable for outcome in by_solver(executor.run(wanted)).values())
 
 
-def test_what_was_begun_is_its_childs(executor: Isolated, sent: list[Job]) -> None:
-    """Of runs that overlap the last one's child is kept, which has not begun what another one has."""
+@pytest.mark.parametrize("ends_by", ["run", "close", "abandon"])
+def test_what_was_begun_is_its_childs(executor: Isolated, fault: Fault, sent: list[Job], ends_by: str) -> None:
+    """Of runs that overlap the last one's child is kept, which has not begun what another one has; that one ends."""
     first = executor.run(job())
     next(first)
     by_solver(executor.run(job()))
+    other = executor._child
+    assert other is not None
+    fault("wait to be killed")
     executor.begin(job())
     list(first)
+    fault("")
+    if ends_by == "close":
+        executor.close()
+    elif ends_by == "abandon":
+        executor.abandon()
+        assert executor._child is not None
     assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
+    assert not other.is_alive
     assert len(sent) == 4
+
+
+def test_ctrl_c_while_a_prepared_child_starts_leaves_no_process(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.prepare()
+    prepared = executor._prepared
+    assert prepared is not None
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Service, "await_ready", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(executor.run(job()))
+    assert not prepared.is_alive
