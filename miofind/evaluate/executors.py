@@ -354,9 +354,15 @@ class Isolated:
         with self._lock:
             begun = None if self._begun is None else self._begun[0]
             children = [child for child in (self._child, self._prepared, begun) if child is not None]
-            self._child = self._prepared = self._begun = None
         for child in children:
-            child.kill()
+            child.kill()  # before they are forgotten, as in `abandon`
+        with self._lock:
+            if self._child in children:
+                self._child = None
+            if self._prepared in children:
+                self._prepared = None
+            if self._begun is not None and self._begun[0] in children:
+                self._begun = None
 
 
 def _is_same(begun: Job, job: Job) -> bool:
