@@ -380,7 +380,7 @@ def _shared_bytes(device: Device) -> int:
 
 
 def _refuse_layouts(problem: ProblemDescription) -> Applicability:
-    """Why tensors' layouts are not served, None if they are."""
+    """Why tensors' layouts are not served, or that they are."""
     nchw = NchwTensors.of(problem)
     if nchw is None:
         return Applicability("takes channels-last operands, or channels-first ones for a filter of one tap")

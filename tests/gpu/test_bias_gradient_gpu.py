@@ -12,7 +12,7 @@ import pytest
 from helpers.problems.drawn_configs import drawn_wgmma
 from helpers.runs.device_buffers import Buffer, addresses, integers, upload
 from helpers.runs.device_runs import DeviceRun
-from helpers.values.both_gates import check_both_gates
+from helpers.runs.gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.values.both_gates import check_both_gates
+from helpers.runs.gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import Epilogue

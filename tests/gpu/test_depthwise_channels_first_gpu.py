@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 from helpers.problems.drawn_configs import spread
 from helpers.runs.device_runs import DeviceRun
+from helpers.runs.gates import check_gates
 from helpers.values.exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
 from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -70,11 +68,7 @@ def test_sums_of_normal_numbers_keep_their_bound(
 ) -> None:
     problem = make(shape, dtype=DataType.FLOAT16, direction=direction)
     solver = solver_of(problem)
-    with Verifier(problem, device, compiler, seed=7) as verifier:
-        for config in spread(solver_of(problem), problem, device, 2, defaults=3):
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            assert verdict.ok, f"{config.json}: {verdict.message}"
+    check_gates(solver, problem, device, compiler, spread(solver_of(problem), problem, device, 2, defaults=3), seed=7)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.problems.drawn_configs import spread
 from helpers.runs.device_buffers import Buffer, download, integers, upload
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
@@ -15,8 +16,6 @@ from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -59,11 +58,7 @@ def test_small_integers_are_exact(shape: str, dtype: DataType, device: Device, c
 @pytest.mark.parametrize("shape", ["7x7", "28x28"])
 def test_sums_of_normal_numbers_keep_their_bound(shape: str, device: Device, compiler: Compiler) -> None:
     problem = make(shape, dtype=DataType.FLOAT16)
-    with Verifier(problem, device, compiler, seed=7) as verifier:
-        for config in spread(SOLVER, problem, device, 2, defaults=3):
-            invoker = make_invoker(problem, device, SOLVER, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(SOLVER, problem, device, config, compiler))
-            assert verdict.ok, f"{config.json}: {verdict.message}"
+    check_gates(SOLVER, problem, device, compiler, spread(SOLVER, problem, device, 2, defaults=3), seed=7)
 
 
 def test_weights_are_the_same_bits_on_every_run(device: Device, compiler: Compiler) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.problems.drawn_configs import spread
 from helpers.runs.device_buffers import upload
+from helpers.runs.gates import check_gates
 from helpers.runs.step_launcher import make_step_launcher
 from helpers.values.exact_results import check_exact
 
@@ -19,8 +20,6 @@ from miofind.launch.invoker import make_invoker
 from miofind.reference import convolution as reference
 from miofind.reference.convolution import numpy_dtype, reference_on_host, reference_step
 from miofind.solver.registry import Registry
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -181,11 +180,7 @@ def test_implicit_gemm_of_float32_keeps_its_bound(
         math=math,
     )
     solver = Registry.default()["ConvImplicitGemmMma"]
-    with Verifier(problem, device, compiler, seed=7) as verifier:
-        for config in spread(solver, problem, device, 4):
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            assert verdict.ok, f"{config.json}: {verdict.message}"
+    check_gates(solver, problem, device, compiler, spread(solver, problem, device, 4), seed=7)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from helpers.problems.feature_problems import derived_problems
-from helpers.values.both_gates import check_both_gates
+from helpers.runs.gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

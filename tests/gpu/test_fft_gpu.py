@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.problems.drawn_configs import spread
 from helpers.runs.device_buffers import Buffer, download, upload
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
@@ -20,9 +21,7 @@ from miofind.libraries.cufft import fft_plan
 from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.steps import Config, FftStep, Pointer
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
+from miofind.solver.steps import FftStep, Pointer
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -54,20 +53,6 @@ def solver(request: pytest.FixtureRequest) -> Solver:
     return Registry.default().named(request.param)
 
 
-def check(
-    solver: Solver, problem: ProblemDescription, configs: list[Config], device: Device, compiler: Compiler
-) -> None:
-    """The numeric gate; transforms promise no exact sums."""
-    failures = []
-    with Verifier(problem, device, compiler, seed=3) as verifier:
-        for config in configs:
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert not failures, "\n".join(failures)
-
-
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -84,7 +69,7 @@ def test_configurations_keep_their_bounds(
     layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
     problem = ProblemDescription.convolution(**SHAPES[shape], dtype=dtype, direction=direction, layout=layout)
     assert solver.applicability(problem, device)
-    check(solver, problem, spread(solver, problem, device, 6), device, compiler)
+    check_gates(solver, problem, device, compiler, spread(solver, problem, device, 6), seed=3)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
@@ -98,7 +83,7 @@ def test_depthwise_lines_keep_their_bounds(
     layout = Layout.of(len(LINES[shape]["x"]) - 2, channels_last=channels_last)
     problem = ProblemDescription.convolution(**LINES[shape], dtype=dtype, direction=direction, layout=layout)
     assert solver.applicability(problem, device)
-    check(solver, problem, list(solver.configs(problem, device)), device, compiler)
+    check_gates(solver, problem, device, compiler, list(solver.configs(problem, device)), seed=3)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -110,7 +95,7 @@ def test_layouts_and_types_mix(solver: Solver, direction: Direction, device: Dev
             layout=layout,
             dtype={"x": "float16", "w": "float32", "y": "float32"},
         )
-        check(solver, problem, spread(solver, problem, device, 2), device, compiler)
+        check_gates(solver, problem, device, compiler, spread(solver, problem, device, 2), seed=3)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

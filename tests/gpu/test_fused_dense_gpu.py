@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 from helpers.problems.drawn_configs import drawn, drawn_wgmma
 from helpers.runs.fused_runs import check_fused
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import Activation
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -78,14 +76,7 @@ def check(solver: Solver, problem: ProblemDescription, device: Device, configs: 
     """Configurations pass both gates."""
     answer = solver.applicability(problem, device)
     assert answer, answer.reason
-    compiler, failures = Compiler(), []
-    with Verifier(problem, device, compiler, seed=5) as verifier:
-        for config in configs:
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert not failures, "\n".join(failures)
+    check_gates(solver, problem, device, Compiler(), configs)
 
 
 def fused(fields: dict[str, Any], epilogue: str) -> ProblemDescription:

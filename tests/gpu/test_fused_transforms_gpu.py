@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 from helpers.problems.drawn_configs import spread
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
 from miofind.solver.registry import Registry
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -71,14 +69,7 @@ def check(solver_id: str, problem: ProblemDescription, device: Device, compiler:
     solver = Registry.default()[solver_id]
     answer = solver.applicability(problem, device)
     assert answer, answer.reason
-    failures = []
-    with Verifier(problem, device, compiler, seed=5) as verifier:
-        for config in spread(solver, problem, device, 1, defaults=2):
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert not failures, "\n".join(failures)
+    check_gates(solver, problem, device, compiler, spread(solver, problem, device, 1, defaults=2))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

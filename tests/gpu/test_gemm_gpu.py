@@ -8,20 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.launch.invoker import make_invoker
 from miofind.libraries.cublaslt import MatmulAlgorithm, matmul_algorithms, matmul_plan
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES
 from miofind.solver.solver import Solver
 from miofind.solver.steps import MatmulStep, Pointer
 from miofind.solvers.vendor.gemm1x1 import ConvGemm1x1
 from miofind.solvers.vendor.im2col_gemm import ConvIm2colGemm
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
 
@@ -52,14 +50,7 @@ def check(problem: ProblemDescription, device: Device, compiler: Compiler) -> No
     """Every configuration passes both gates."""
     solver = solver_of(problem)
     assert solver.applicability(problem, device)
-    failures = []
-    with Verifier(problem, device, compiler, seed=3) as verifier:
-        for config in solver.configs(problem, device):
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert not failures, "\n".join(failures)
+    check_gates(solver, problem, device, compiler, list(solver.configs(problem, device)), seed=3)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "nhwc"])

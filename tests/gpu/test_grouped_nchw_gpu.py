@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 from helpers.problems.drawn_configs import spread
+from helpers.runs.gates import check_gates
 from helpers.values.exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -76,8 +74,4 @@ def test_layers_of_resnext_pass_both_gates(
         direction=direction,
     )
     solver = solver_of(direction)
-    with Verifier(problem, device, compiler, seed=3) as verifier:
-        for config in solver.default_configs(problem, device):
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            assert verdict.ok, f"{config.json}: {verdict.message}"
+    check_gates(solver, problem, device, compiler, solver.default_configs(problem, device), seed=3)

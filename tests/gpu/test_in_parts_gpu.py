@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.values.both_gates import check_both_gates
+from helpers.runs.gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

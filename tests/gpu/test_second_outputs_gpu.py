@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.runs.device_buffers import addresses, memory_order, upload
+from helpers.runs.gates import check_both_gates
 from helpers.runs.step_launcher import make_step_launcher
-from helpers.values.both_gates import check_both_gates
 
 import miofind
 from miofind.compiler import Compiler

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.problems.drawn_configs import spread
-from helpers.values.both_gates import check_both_gates
+from helpers.runs.gates import check_both_gates
 from helpers.values.exact_results import check_exact
 
 from miofind.compiler import Compiler

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 from helpers.problems.drawn_configs import spread
+from helpers.runs.gates import check_gates
 from helpers.values.exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
 from miofind.solver.registry import Registry
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -59,8 +57,4 @@ def test_layers_of_resnet_pass_both_gates(
     answer = SOLVER.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    with Verifier(problem, device, compiler, seed=3) as verifier:
-        for config in SOLVER.default_configs(problem, device):
-            invoker = make_invoker(problem, device, SOLVER, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(SOLVER, problem, device, config, compiler))
-            assert verdict.ok, f"{config.json}: {verdict.message}"
+    check_gates(SOLVER, problem, device, compiler, SOLVER.default_configs(problem, device), seed=3)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.problems.drawn_configs import spread
 from helpers.runs.device_buffers import Buffer, download, integers, upload
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, ProblemDescription
@@ -15,9 +16,6 @@ from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
-from miofind.solver.steps import Config
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -35,17 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def check(problem: ProblemDescription, configs: list[Config], device: Device, compiler: Compiler) -> None:
-    failures = []
-    with Verifier(problem, device, compiler, seed=3) as verifier:
-        for config in configs:
-            invoker = make_invoker(problem, device, SOLVER, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(SOLVER, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert not failures, "\n".join(failures)
-
-
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("math", ["ieee", "tf32"])
@@ -54,7 +41,7 @@ def test_configurations_pass_both_gates(
     shape: str, math: str, direction: Direction, layout: str, device: Device, compiler: Compiler
 ) -> None:
     problem = ProblemDescription.convolution(**SHAPES[shape], math=math, direction=direction, layout=layout)
-    check(problem, spread(SOLVER, problem, device, 8), device, compiler)
+    check_gates(SOLVER, problem, device, compiler, spread(SOLVER, problem, device, 8), seed=3)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -63,7 +50,7 @@ def test_long_sums_keep_their_bound(channels: int, layout: str, device: Device, 
     """Each of the warps that share a sum truncates no more than the bound allows."""
     problem = ProblemDescription.convolution(x=(4, channels, 28, 28), w=(128, channels, 3, 3), padding=1, layout=layout)
     longest = sorted(SOLVER.configs(problem, device), key=lambda config: int(config["warps_c"]))[:3]
-    check(problem, [*longest, *spread(SOLVER, problem, device, 4)], device, compiler)
+    check_gates(SOLVER, problem, device, compiler, [*longest, *spread(SOLVER, problem, device, 4)], seed=3)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.problems.drawn_configs import spread
 from helpers.runs.device_buffers import Buffer, download, integers, upload
+from helpers.runs.gates import check_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
@@ -17,8 +18,6 @@ from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -41,20 +40,6 @@ def solver(request: pytest.FixtureRequest) -> Solver:
     return Registry.default().named(request.param)
 
 
-def check(
-    solver: Solver, problem: ProblemDescription, configs: list[Config], device: Device, compiler: Compiler
-) -> None:
-    """Both gates, the exact one where the tile is exact."""
-    failures = []
-    with Verifier(problem, device, compiler, seed=3) as verifier:
-        for config in configs:
-            invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
-            if not verdict.ok:
-                failures.append(f"{config.json}: {verdict.message}")
-    assert not failures, "\n".join(failures)
-
-
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", ["float32", "tf32", "float16", "bfloat16"])
@@ -75,7 +60,7 @@ def test_configurations_pass_both_gates(
     if not answer:
         assert "float16" in answer.reason
         pytest.skip(answer.reason)
-    check(solver, problem, spread(solver, problem, device, 6), device, compiler)
+    check_gates(solver, problem, device, compiler, spread(solver, problem, device, 6), seed=3)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -83,7 +68,7 @@ def test_layouts_mix(direction: Direction, device: Device, compiler: Compiler) -
     solver = Registry.default()["ConvWinograd"]
     for layout in ({"x": "NHWC", "w": "NCHW", "y": "NCHW"}, {"x": "NCHW", "w": "NHWC", "y": "NHWC"}):
         problem = ProblemDescription.convolution(**SHAPES["odd"], direction=direction, layout=layout)
-        check(solver, problem, spread(solver, problem, device, 2), device, compiler)
+        check_gates(solver, problem, device, compiler, spread(solver, problem, device, 2), seed=3)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -94,7 +79,7 @@ def test_long_sums_keep_their_bound(
     problem = ProblemDescription.convolution(
         x=(8, 512, 28, 28), w=(256, 512, 3, 3), padding=1, direction=direction, layout=layout
     )
-    check(solver, problem, spread(solver, problem, device, 6), device, compiler)
+    check_gates(solver, problem, device, compiler, spread(solver, problem, device, 6), seed=3)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from helpers.problems.feature_problems import FEATURES, Kind, accepted_kinds, derived_problems
 from helpers.problems.other_sizes import SIZES, Size, with_other
-from helpers.values.both_gates import check_both_gates
+from helpers.runs.gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
