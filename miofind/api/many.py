@@ -15,7 +15,7 @@ from miofind.find.lookup import records
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindMode, FindOptions, OnMiss
 from miofind.runtime.handle import Handle, default_handle
-from miofind.runtime.solution import Solution
+from miofind.runtime.solution import Solution, posed
 from miofind.tune.precompiler import Precompiler
 from miofind.tune.values import TuneOptions
 
@@ -53,8 +53,24 @@ def find_many(
             isinstance(problem, ProblemDescription) and isinstance(options, FindOptions) and isinstance(handle, Handle)
         ):
             raise wrong_argument(problem, options, handle)
-    found = _found(list(dict.fromkeys(wanted)), options, handle)
+    found = _found(list(dict.fromkeys(problem.flattened for problem in wanted)), options, handle)
+    for problem in dict.fromkeys(wanted):
+        if problem not in found:
+            found[problem] = _posed(problem, found[problem.flattened], options, handle)
     return [found[problem].copy() for problem in wanted]
+
+
+def _posed(
+    problem: ProblemDescription, solutions: list[Solution], options: FindOptions, handle: Handle
+) -> list[Solution]:
+    """A volume's solutions, from the handle's memory where that may be, else from those of what it is flattened to."""
+    key = (problem.network_config, options)
+    cached = handle.answers.get(key)
+    if not solutions or (cached is not None and not measures_always(options)):
+        return cached or []
+    made = posed(solutions, problem)
+    handle.remember(key, made)
+    return made
 
 
 def _found(

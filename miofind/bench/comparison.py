@@ -149,10 +149,11 @@ def _find(
         for number, entry in enumerate(entries):
             if precompiler is not None:
                 ahead = itertools.islice(following, 1 if number else precompiler.depth)
-                precompiler.prepare((each.problem for each in ahead), handle)
+                precompiler.prepare((each.problem.flattened for each in ahead), handle)
             try:
-                if records.look_up(entry.problem, options, handle, coverage=Coverage.ALL) is None:
-                    measure(entry.problem, options, handle, ahead=pool)
+                problem = entry.problem.flattened
+                if records.look_up(problem, options, handle, coverage=Coverage.ALL) is None:
+                    measure(problem, options, handle, ahead=pool)
             except MiofindError as error:
                 failures[entry.problem] = str(error)
             on_found(entry)

@@ -56,12 +56,12 @@ def runnable(rival: Rival, problem: ProblemDescription, options: FindOptions, ha
     if best is None:
         raise NoSolutionError(f"{LIBRARY_SOLVER} has no kernel that applies epilogue {problem.epilogue}")
     if rival is Rival.ONE_PASS and problem.epilogue:
-        return handle.invoker(problem, composed_id(LIBRARY_SOLVER), best.config)
+        return handle.invoker(problem.flattened, composed_id(LIBRARY_SOLVER), best.config)
     return best.runner.prepare()
 
 
 def _library_problem(rival: Rival, problem: ProblemDescription) -> ProblemDescription:
-    return problem.bare if rival is Rival.ONE_PASS else problem
+    return (problem.bare if rival is Rival.ONE_PASS else problem).flattened
 
 
 def _of_library(options: FindOptions) -> FindOptions:

@@ -123,7 +123,7 @@ def compile_(
     The kernels are those that a find of the problems would try, for architectures that need not be present. With
     --store they are shared: what another host has compiled is taken from there, what is compiled here goes there.
     """
-    problems = [request.problem for request in requests_of(**values)]
+    problems = [request.problem.flattened for request in requests_of(**values)]
     options = FindOptions(only=only, exclude=exclude, tuning=search, likely=likely)
     devices = _known(archs) or (_present_device(),)
     compiler, report, began = Compiler(cache_over(store, store_secret)), _Report(), time.monotonic()

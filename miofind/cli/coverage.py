@@ -73,7 +73,7 @@ class SuiteLayers:
 
     def __init__(self, name: str) -> None:
         suite = load_suite(name)
-        rows = [parse_network_config(row.problem.network_config) for row in suite.rows]
+        rows = [parse_network_config(row.problem.flattened.network_config) for row in suite.rows]
         self.name = name
         self._samples = rows[0]["x"][0] if suite.is_scalable else None
         self._layers = {self._layer(row) for row in rows}

@@ -184,7 +184,8 @@ def show(line: tuple[str, ...], everything: bool, database: str | None, as_json:
         if not line:
             list_problems(store, as_json)
             return
-        wanted = [problem.network_config for problem in problems_of(line)]
+        problems = problems_of(line)
+        wanted = [problem.network_config for problem in dict.fromkeys((*problems, *(p.flattened for p in problems)))]
         keys = [key for key in store.problems() if key.network_config in wanted]
         found = [HistoryView.of(store, key, everything=everything) for key in keys]
         where = store.location

@@ -170,12 +170,13 @@ def find(
 def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> _Found:
     with stderr().status(f"finding: {driver_line(problem)}"):
         solutions = find_solutions(problem, options=options, handle=handle)
-        wider = wider_bounds(problem, options, handle)
-        failed = failed_outcomes(problem, options, handle)
+        wider = wider_bounds(problem.flattened, options, handle)
+        failed = failed_outcomes(problem.flattened, options, handle)
         found = _Found(problem=problem, solutions=solutions, wider_bounds=wider, failed=failed)
+    recorded = problem.flattened.network_config
     for store in handle.database.layers:
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
-            history = store.history(handle.device.identity, problem.network_config) if store.exists else None
+            history = store.history(handle.device.identity, recorded) if store.exists else None
             rows = [] if history is None else [row for row in history.rows if not row.is_rival]
             if rows:
                 measured = {row.candidate for row in rows if row.time_ms is not None}
@@ -220,7 +221,7 @@ def _show(found: _Found, top: int | None, options: FindOptions, handle: Handle) 
         left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
         print_text(f"configurations left out for wider error bounds, unless --max-error lets them in: {left_out}")
     if found.measured > len(solutions) and found.database is not None:
-        command = show_all_command(problem.network_config, found.database)
+        command = show_all_command(problem.flattened.network_config, found.database)
         print_text(f"the FindDB has times of {found.measured} in all: `{command}` lists them")
 
 

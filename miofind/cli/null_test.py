@@ -65,7 +65,7 @@ def null_test_command(
         raise click.UsageError("null-test takes one direction: add -F 1, -F 2 or -F 4")
     options = NullTestOptions(pairs=pairs, slowdown=percent / 100, find=FindOptions(only=only))
     with counted("null-test", 2 * pairs) as advance:
-        report = null_test(problems[0], device, Compiler(BinaryCache()), options, advance)
+        report = null_test(problems[0].flattened, device, Compiler(BinaryCache()), options, advance)
     if as_json:
         print_json(_json(report, device))
     else:

@@ -98,7 +98,7 @@ def run(
         else:
             solutions = [find_solutions(problem, options=options, handle=handle)[0] for problem in problems]
         for solution in solutions:
-            failed = failed_outcomes(solution.problem, options, handle) if file is None else ()
+            failed = failed_outcomes(solution.problem.flattened, options, handle) if file is None else ()
             runs.append(replace(_run(solution, handle, verify), failed=failed))
             if not as_json:
                 _show(runs[-1], handle)
@@ -111,7 +111,7 @@ def run(
 
 def _run(solution: Solution, handle: Handle, verify: bool) -> _Run:
     invoker = solution.runner.prepare()
-    problem, device, verdict = solution.problem, handle.device, None
+    problem, device, verdict = solution.problem.flattened, handle.device, None
     if verify:
         solver = handle.registry.named(solution.solver_id)
         claims = claims_of(solver, problem, device, solution.config, handle.compiler)

@@ -84,7 +84,7 @@ def solvers(
         return
     problems = problems_of(line)
     pairs = [(where, problem) for where in archs or (device,) for problem in problems]
-    found = [(where, problem, [_service(solver, problem, where) for solver in listed]) for where, problem in pairs]
+    found = [(where, p, [_service(solver, p.flattened, where) for solver in listed]) for where, p in pairs]
     if as_json:
         print_json({"problems": [_json(*item) for item in found]})
         return

@@ -302,6 +302,20 @@ class ProblemDescription:
             raise ValueError(f"cannot lift {self.spatial_dims} spatial dimensions to {spatial_dims}")
         return self if spatial_dims == self.spatial_dims else _lifted(self, spatial_dims)
 
+    @property
+    def flattened(self) -> ProblemDescription:
+        """The same convolution over the same memory as one of images, where a volume's is one; else the problem itself.
+
+        That is so where an axis is one element that the filter does not reach beyond, so that it can be left out; where
+        two neighbouring axes have no filter, stride or padding, so that they are one (1x1x1, 3x1x1); and, with channels
+        last, where the depth has none, so that slices are a batch (1x3x3). It is what finds look up and measure.
+        """
+        if self.spatial_dims < 3:
+            return self
+        from miofind.core.flattening import flattened
+
+        return flattened(self)
+
     @staticmethod
     def from_arrays(
         *,

@@ -16,7 +16,7 @@ from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Solution, reordered
+from miofind.runtime.solution import Solution, posed, reordered
 
 if TYPE_CHECKING:
     from miofind.compiler import CompilePool
@@ -47,6 +47,9 @@ def find(
         DatabaseError: the FindDB cannot be used, with a strict handle.
         UnknownSolverError: the options name a solver that the handle's registry has not.
     """
+    flattened = problem.flattened
+    if flattened is not problem:
+        return posed(find(flattened, options, handle, ahead=ahead, likeliest=likeliest), problem)
     options.check_names(handle.registry)
     mode = find_mode(options)
     if options.find_enforce is FindEnforce.DB_CLEAN:

@@ -150,7 +150,7 @@ class Member(threading.Thread):
                     self._take_canary(event)
                     return
                 if self.follows_canaries:
-                    config = event.task.request.problem.network_config
+                    config = event.task.problem.network_config
                     key = ProblemKey(device=event.task.kind, network_config=config)
                     self.unproven.append(Measured(key, self._begun_at))
                 self.done += bool(event.result.solutions)
@@ -162,7 +162,7 @@ class Member(threading.Thread):
     def _take_canary(self, event: TuneFinished) -> None:
         time_ms = time_of(event.result)
         if time_ms is not None:
-            self.canary_times[event.task.request.problem.network_config] = time_ms
+            self.canary_times[event.task.problem.network_config] = time_ms
         self._canaries_left -= 1
 
 

@@ -175,7 +175,7 @@ def _wanted(identity: object, network_config: object, options: object) -> Wanted
     try:
         device = Device.virtual(f"{told['major']}{told['minor']}")
         read = options_of(options)
-        problem = ProblemDescription.from_network_config(str(network_config))
+        problem = ProblemDescription.from_network_config(str(network_config)).flattened
     except (DatabaseError, InvalidProblemError, NoDeviceError) as error:
         logger.warning("a job is left out: %s", error)
         return None

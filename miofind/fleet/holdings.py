@@ -318,4 +318,4 @@ class GpuTasks:
 def key_of(claimed: Claimed) -> ProblemKey:
     """Where the FindDB has what is measured of a job that can be read."""
     assert claimed.task is not None
-    return ProblemKey(device=claimed.task.kind, network_config=claimed.task.request.problem.network_config)
+    return ProblemKey(device=claimed.task.kind, network_config=claimed.task.problem.network_config)

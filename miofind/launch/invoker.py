@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
-from miofind.core.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription, TensorDescriptor
 from miofind.device.device import Device, Place, cuda_device_count
 from miofind.errors import LaunchError, MiofindError, described, raise_if_interrupted
 from miofind.launch.bound_steps import (
@@ -250,6 +251,8 @@ class _HostInvoker(Invoker):
         ]
         names = tuple(operand.name for operand in origin.problem.operands)
         self._operands = (*names, RUN_PARAMETERS) if origin.problem.epilogue else names
+        images = (operand for operand in origin.problem.operands if origin.problem.spatial_dims == 2)
+        self._images = tuple((operand.name, operand.tensor) for operand in images)
         offsets = solution.workspace.offsets
         self._regions = tuple(
             (region.name, slice(offsets[region.name], offsets[region.name] + region.bytes))
@@ -260,6 +263,9 @@ class _HostInvoker(Invoker):
         buffers = dict(zip(self._operands, bases))  # noqa: B905, the workspace comes last
         for name, where in self._regions:
             buffers[name] = bases[-1][where]
+        for name, tensor in self._images:
+            if getattr(buffers[name], "ndim", 0) == _VOLUME_NDIM:
+                buffers[name] = _as_images(buffers[name], tensor)
         try:
             with np.errstate(all="ignore"):  # whatever the caller has NumPy do: IEEE's results are the right ones
                 for function, problem in self._calls:
@@ -270,6 +276,15 @@ class _HostInvoker(Invoker):
             raise_if_interrupted(error)
             told = f"{self.solver_id} {self.config.json} failed on {self.problem}: {described(error)}"
             raise LaunchError(told) from error
+
+
+_VOLUME_NDIM = 5
+
+
+def _as_images(volumes: NDArray[Any], tensor: TensorDescriptor) -> NDArray[Any]:
+    """A packed array of volumes as the problem has it that they are flattened to: the same memory."""
+    strides = tuple(stride * volumes.itemsize for stride in tensor.strides)
+    return np.lib.stride_tricks.as_strided(volumes, tensor.shape, strides)
 
 
 def make_invoker(

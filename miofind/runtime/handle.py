@@ -166,9 +166,12 @@ class Handle:
         return known
 
     def forget_answers(self, network_config: str) -> None:
-        """Drop the answers to one problem kept in this process, whatever their options: its rows have changed."""
-        for key in list(self.answers):
-            if key[0] == network_config:
+        """Drop the answers to one problem kept in this process, whatever their options: its rows have changed.
+
+        Those to volumes that it is flattened from, too.
+        """
+        for key, answer in list(self.answers.items()):
+            if network_config in (key[0], *(each.problem.flattened.network_config for each in answer[:1])):
                 self.answers.pop(key, None)
         self.calls = RememberedCalls()
 

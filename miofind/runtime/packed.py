@@ -34,7 +34,7 @@ class PackedSolution:
 
     def __init__(self, solution: Solution, w: Any, stream: Any, constants: Mapping[str, Any]) -> None:
         """See `Solution.pack`."""
-        problem, handle = solution.problem, solution.solution_list.handle
+        problem, handle = solution.problem.flattened, solution.solution_list.handle
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             raise InvalidOptionError("weights are the result of backward weights: there is nothing to pack")
         queue = None if stream is None else operands.stream_address(stream)
@@ -151,7 +151,7 @@ class _PackedWeights(Runner):
     def _invoker_of(self, part: ConvSolution) -> Invoker:
         handle = self.handle
         solver = handle.registry.named(self._solver_id)
-        return make_invoker(self.problem, handle.device, solver, self._config, handle.compiler, part)
+        return make_invoker(self.problem.flattened, handle.device, solver, self._config, handle.compiler, part)
 
     def _made(self) -> Invoker:
         return stay(self._invoker_of(self._packing.run))

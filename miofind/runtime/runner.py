@@ -124,7 +124,7 @@ class Runner:
     """Runs one solution of a problem without an epilogue.
 
     Attributes:
-        problem: what is run.
+        problem: what is run, as the arrays have it; solvers compute it flattened.
         handle: device and caches it runs with.
         following: gives the runner of the next solution of the same find; None for the last.
     """
@@ -153,7 +153,7 @@ class Runner:
     @property
     def alignment_bytes(self) -> int:
         """Alignment that the tensors' addresses need."""
-        return self.handle.registry.named(self._solver_id).tensor_alignment(self.problem)
+        return self.handle.registry.named(self._solver_id).tensor_alignment(self.problem.flattened)
 
     def prepare(self) -> Invoker:
         """The invoker, built on first use; the next solution's where this one's cannot be built.
@@ -188,7 +188,7 @@ class Runner:
         self._check_workspace = operands.workspace_check(sizes, self._workspace_bytes, self._index)
 
     def _made(self) -> Invoker:
-        return self.handle.invoker(self.problem, self._solver_id, self._config, self._kernel_hash)
+        return self.handle.invoker(self.problem.flattened, self._solver_id, self._config, self._kernel_hash)
 
     def _bytes_of(self, operand: Operand) -> int:
         return operand.tensor.bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ class Solution:
     """One way to compute a problem on a device, with what is known of it.
 
     Attributes:
-        problem, device: what it solves and where.
+        problem, device: what it solves and where; its solver computes the problem flattened.
         solver_id, algorithm, library, config: who solves it and how.
         time_ms: median time of a run; where `source` is "predicted" what a model or the solver expects.
         workspace_bytes: bytes of workspace that a run needs.
@@ -89,7 +89,7 @@ class Solution:
             if name not in _OF_STEPS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             solver = self.solution_list.handle.registry[self.solver_id]
-            steps = solver.kept_solution(self.problem, self.device, self.config)
+            steps = solver.kept_solution(self.problem.flattened, self.device, self.config)
             object.__setattr__(self, "workspace_bytes", steps.workspace.bytes)
             object.__setattr__(self, "deterministic", steps.deterministic)
             return getattr(self, name)
@@ -256,7 +256,7 @@ class SolutionList:
         times = {each.id: each.time_ms for each in self.solutions if each.source is not Source.PREDICTED}
         if len(times) < 2:
             return frozenset()
-        problem = self.solutions[0].problem
+        problem = self.solutions[0].problem.flattened
         try:
             histories = self.handle.database.histories(self.handle.device.identity, problem.network_config)
         except DatabaseError:  # a find goes on without a database, and so does what is told of it
@@ -292,6 +292,22 @@ def reordered(solutions: Iterable[Solution], handle: Handle) -> list[Solution]:
     made = SolutionList(handle)
     made.solutions = [copied(solution, made, i) for i, solution in enumerate(solutions)]
     return made.solutions
+
+
+def posed(solutions: Sequence[Solution], problem: ProblemDescription) -> list[Solution]:
+    """The same solutions for a volume's problem that is flattened to theirs: they take arrays of its shapes."""
+    found = solutions[0].solution_list
+    made = SolutionList(found.handle)
+    made.gaps = found.gaps
+    made.solutions = [_posed(solution, problem, made) for solution in solutions]
+    return made.solutions
+
+
+def _posed(solution: Solution, problem: ProblemDescription, found: SolutionList) -> Solution:
+    if solution.source is not Source.PREDICTED:
+        return replace(solution, problem=problem, solution_list=found)
+    told = {item.name: getattr(solution, item.name) for item in _TOLD}
+    return without_steps(**told | {"problem": problem, "solution_list": found})
 
 
 def copied(solution: Solution, found: SolutionList, position: int) -> Solution:

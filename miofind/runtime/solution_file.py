@@ -66,9 +66,10 @@ def save_solution(solution: Solution, path: Path) -> None:
     """
     solver = solution.solution_list.handle.registry.named(solution.solver_id)
     try:
-        check_serves(solver, solution.problem, solution.device)
-        solver.check_config(solution.problem, solution.device, solution.config)
-        steps = solver.solution(solution.problem, solution.device, solution.config)
+        computed = solution.problem.flattened
+        check_serves(solver, computed, solution.device)
+        solver.check_config(computed, solution.device, solution.config)
+        steps = solver.solution(computed, solution.device, solution.config)
         check_kernels(steps, solution.kernel_hash, solution.id)
     except (LaunchError, InvalidConfigError) as error:
         raise SolutionFileError(f"{str(path)!r} is not written: {error}") from error
@@ -157,11 +158,12 @@ def _planned_here(path: Path, payload: Mapping[str, Any], handle: Handle) -> _Pl
         problem = ProblemDescription.from_network_config(payload["network_config"])
         solver = handle.registry.named(payload["solver_id"])
         config = Config(payload["config"])
-        applicability = solver.applicability(problem, device)
+        computed = problem.flattened
+        applicability = solver.applicability(computed, device)
         if not applicability:
             raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here: {applicability.reason}")
-        solver.check_config(problem, device, config)
-        steps = solver.solution(problem, device, config)
+        solver.check_config(computed, device, config)
+        steps = solver.solution(computed, device, config)
     except SolutionFileError:
         raise
     except (InvalidProblemError, InvalidConfigError, UnknownSolverError) as error:

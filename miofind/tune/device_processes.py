@@ -106,7 +106,7 @@ class DeviceProcesses:
         """The event; answers that this process keeps and that it outdates are forgotten."""
         if isinstance(event, TuneFinished):
             for handle in self._handles:
-                handle.forget_answers(event.task.request.problem.network_config)
+                handle.forget_answers(event.task.problem.network_config)
         return event
 
 

@@ -111,7 +111,7 @@ def forecast(requests: Sequence[SuiteProblem], handles: Sequence[Handle], option
 
 def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _PlanTally) -> None:
     """Add one problem to the tally."""
-    problem, device = request.problem, handle.device
+    problem, device = request.problem.flattened, handle.device
     answer = records.look_up(problem, options.find, handle, queue=False)
     if answer is not None:
         tally.ratios += _ratio(answer[0], handle)

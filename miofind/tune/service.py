@@ -114,7 +114,7 @@ def _run_alone(handle: Handle, options: TuneOptions, queue: TaskQueue, pool: Com
     precompiler = None
     if pool is not None:
         precompiler = Precompiler(pool, options, defers=not options.find.searches)
-        queue.defer(lambda task: precompiler.is_preparing(task.request.problem), precompiler.depth)
+        queue.defer(lambda task: precompiler.is_preparing(task.problem), precompiler.depth)
     try:
         Worker(0, handle, options, queue, precompiler=precompiler, tell=log.take).run()
     finally:
@@ -156,9 +156,9 @@ def tasks_of(
 def _queued(requests: Sequence[SuiteProblem], handle: Handle, options: TuneOptions) -> list[SuiteProblem]:
     """Those of the problems whose answer wants measuring again; to look one up queues it where that is so."""
     for request in requests:
-        records.look_up(request.problem, options.find, handle)
+        records.look_up(request.problem.flattened, options.find, handle)
     noted = {note.network_config for note in handle.database.rechecks(handle.device.identity)}
-    return [request for request in requests if request.problem.network_config in noted]
+    return [request for request in requests if request.problem.flattened.network_config in noted]
 
 
 class _Log:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidOptionError
 from miofind.options import FindOptions
@@ -94,6 +95,11 @@ class Task:
     losses: int = 0
     options: TuneOptions | None = None
     ticket: int = 0
+
+    @property
+    def problem(self) -> ProblemDescription:
+        """What is measured and recorded: the request's, flattened."""
+        return self.request.problem.flattened
 
     @property
     def weight(self) -> float:

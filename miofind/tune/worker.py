@@ -113,7 +113,7 @@ class Worker:
             began = time.monotonic()
             try:
                 options, ahead = task.options or self._options, self._precompiler
-                plan = ahead.take_plan(task.request.problem, options) if ahead else None
+                plan = ahead.take_plan(task.problem, options) if ahead else None
                 result = tuned(
                     task, self._handle, options, ahead.pool if ahead else None, plan, at_rest=self._begin_next
                 )
@@ -128,7 +128,7 @@ class Worker:
         task = self._queue.promise(self._handle.device.identity)
         if task is None or self._precompiler is None:
             return
-        problem, options = task.request.problem, task.options or self._options
+        problem, options = task.problem, task.options or self._options
         plan = self._precompiler.plan(problem, options)
         if plan is not None and not (options.recheck or options.stored):
             self._has_begun = True
@@ -138,7 +138,7 @@ class Worker:
         """Have the next problems' kernels compiled."""
         if self._precompiler is not None:
             for each in self._queue.ahead(kind, self._precompiler.depth):
-                self._precompiler.prepare([each.request.problem], self._handle, each.options)
+                self._precompiler.prepare([each.problem], self._handle, each.options)
 
     def _lose(self, task: Task, message: str, seconds: float) -> None:
         logger.error("%s: %s", self._handle.device.name, message)
@@ -168,7 +168,7 @@ def tuned(
         DeviceLostError: the device no longer answers.
     """
     began = time.monotonic()
-    problem = task.request.problem
+    problem = task.problem
     try:
         known = known_solutions(problem, options, handle)
         solutions = known or measure(

@@ -179,7 +179,7 @@ def test_any_problem_has_an_order_of_candidates_that_serve_it(problem: ProblemDe
         found = miofind.find_solutions(problem, options=FAST, handle=handle)
         assert found
         for solution in found:
-            handle.registry[solution.solver_id].check_config(problem, handle.device, solution.config)
+            handle.registry[solution.solver_id].check_config(problem.flattened, handle.device, solution.config)
             assert math.isfinite(solution.time_ms)
             assert solution.time_ms > 0
             assert solution.confidence is None or 0 <= solution.confidence <= 1
