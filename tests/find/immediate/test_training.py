@@ -272,6 +272,8 @@ def test_shapes_are_of_networks_whatever_their_batch_and_type() -> None:
     assert network(resnet) == "resnet50"
     assert network(ProblemDescription.convolution(x=(7, 65, 56, 56), w=(64, 65, 3, 3))) == "other"
     assert geometry(resnet) == geometry(replace(resnet, direction="backward_data"))
+    volume = ProblemDescription.convolution(x=(7, 64, 1, 56, 56), w=(64, 64, 1, 3, 3), padding=(0, 1, 1))
+    assert network(volume) == "resnet50"
 
 
 def test_the_command_writes_a_model_and_what_it_showed(source: Path, tmp_path: Path) -> None:

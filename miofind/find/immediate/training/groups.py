@@ -24,7 +24,8 @@ class Holdout(StrEnum):
 
 
 def geometry(problem: ProblemDescription) -> str:
-    """The name of a problem's shape; batch, direction, element type and layout play no part."""
+    """The name of a problem's shape, flattened; batch, direction, element type and layout play no part."""
+    problem = problem.flattened
     conv = problem.conv
     shape = (problem.x.shape[1:], problem.w.shape, conv.pad_before, conv.pad_after, conv.stride, conv.dilation)
     return repr((*shape, problem.groups))
