@@ -438,6 +438,9 @@ NETWORKS = {
     "sd_vae_decoder": Network(build=vae_decoder, shape=(4, 64, 64), batch=4, training_batch=1),
     "unet_3d": Network(build=VolumeUnet, shape=(1, 128, 128, 128), batch=2, training_batch=2),
     "r3d_18": Network(build=of_torchvision("video.r3d_18"), shape=(3, 16, 112, 112), batch=16, training_batch=16),
+    "r2plus1d_18": Network(
+        build=of_torchvision("video.r2plus1d_18"), shape=(3, 16, 112, 112), batch=16, training_batch=16
+    ),
     "hifi_gan": Network(build=HifiGan, shape=(80, 256), batch=16, training_batch=16),
     "tiny": Network(build=tiny, shape=(3, 12, 12), batch=4, training_batch=4),
 }
