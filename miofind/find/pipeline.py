@@ -94,6 +94,19 @@ def find(
     return _ordered(late.measure(problem, options, handle, ahead=ahead, afresh=True, likeliest=likeliest), options)
 
 
+def looked_up(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, *, queue: bool
+) -> list[Solution] | None:
+    """What the FindDB answers to a problem, of the solvers that it was measured with; None for nothing.
+
+    Args:
+        queue: note where the answer wants measuring again.
+    """
+    flattened = problem.flattened
+    found = records.look_up(flattened, options, handle, queue=queue)
+    return found if found is None or flattened is problem else posed(found, problem)
+
+
 def _is_immediate(mode: FindMode, options: FindOptions) -> bool:
     """Whether an answer may have predictions in it, so that nothing is measured for it."""
     return mode is FindMode.FAST or (options.on_miss is OnMiss.ESTIMATE and mode is not FindMode.TRUST_VERIFY)

@@ -52,7 +52,7 @@ def test_answers_that_nothing_is_measured_for_are_made_with_few(
     is_fused: bool, noting: Noting, cpu_handle: Handle
 ) -> None:
     block = fuse(_block()) if is_fused else _block()
-    looked_up, found = noting(plans.records, "look_up"), noting(plans, "find_solutions")
+    looked_up, found = noting(plans, "looked_up"), noting(plans, "find_solutions")
     with use("estimate", handle=cpu_handle, devices="cpu"), torch.inference_mode():
         block(torch.randn(1, 4, 6, 6))
     assert (looked_up[0], found) == (garbage._RARE, [garbage._RARE])

@@ -442,7 +442,7 @@ def _narrowed(call: Forward) -> Forward:
 
 
 def problem_of(call: Call, layout: Layout, math: MathMode) -> ProblemDescription:
-    """What a call asks for, all tensors in one memory order; what is solved is that flattened.
+    """What a call has solved, all tensors in one memory order.
 
     Raises:
         Unserved: a convolution that miofind does not have.
@@ -475,7 +475,7 @@ def problem_of(call: Call, layout: Layout, math: MathMode) -> ProblemDescription
         backend_format=layout,
     )
     try:
-        return replace(aten.asked_problem(COMPUTED_BY[type(call)], math), epilogue=epilogue)
+        return replace(aten.problem(COMPUTED_BY[type(call)], math), epilogue=epilogue)
     except InvalidProblemError as error:
         raise Unserved(f"miofind has no such epilogue: {error}") from error
 

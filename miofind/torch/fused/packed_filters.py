@@ -83,7 +83,7 @@ def packed_filters(solution: Solution, device: Any, flags: Flags, planner: Plann
         Unserved: the kernels for that are being compiled.
     """
     handle, waits = planner.handle_of(device), planner.settings.waits(flags)
-    return of_solution(f"{solution.problem.network_config} {solution.id}", handle, waits=waits)
+    return of_solution(f"{solution.problem.flattened.network_config} {solution.id}", handle, waits=waits)
 
 
 def of_solution(solution: str, handle: Handle, *, waits: bool = True) -> PackedFilters | None:

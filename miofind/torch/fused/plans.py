@@ -125,14 +125,14 @@ class Plan(DirectCalls):
         narrowed = of_one_dtype(call)
         flags = Flags.of(switches, on_gpu=call.x.is_cuda)
         try:
-            asked = problem_of(narrowed, self.layout, flags.math)
+            problem = problem_of(narrowed, self.layout, flags.math)
         except Unserved as reason:
             self.part = Part(COMPUTED_BY[type(call)], reason=str(reason))
             return
         packing = call.packing if isinstance(call, Forward) and call.filters is not None else ""
-        self.answer = answer(asked.flattened, call.x.device, flags, planner_of(override), packing=packing)
+        self.answer = answer(problem, call.x.device, flags, planner_of(override), packing=packing)
         self.part = self.answer.part
-        read = {operand.name for operand in asked.inputs}
+        read = {operand.name for operand in problem.inputs}
         fields = _READ_PACKED if self.answer.takes_packed else _READ
         self._like = "x" if isinstance(call, (Forward, Statistics)) else "dy"
         self._inputs = tuple(
@@ -142,7 +142,7 @@ class Plan(DirectCalls):
         )
         self._outputs = tuple(
             (operand.name, operand.array.shape, self._strides(operand.array.shape), torch_dtype(operand.array.dtype))
-            for operand in asked.outputs
+            for operand in problem.outputs
         )
         self._operands = tuple(place(call, field) for field, *_ in self._inputs)
         self._packed = {
@@ -154,7 +154,7 @@ class Plan(DirectCalls):
         self._unmade: tuple[MadeTensor, ...] = ()
         if isinstance(call, BackwardWeights) and call.bias_dtype is None:
             self._unmade = (MadeTensor((0,), (1,), call.dy.dtype),)
-        self._parameters = _parameters(call, asked.epilogue.numbers)
+        self._parameters = _parameters(call, problem.epilogue.numbers)
         if self.answer.is_served and self.answer.part.is_final:
             self.generation = -1
 

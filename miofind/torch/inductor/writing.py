@@ -112,7 +112,7 @@ def problem_of_values(values: Call) -> ProblemDescription | None:
         known = of_one_dtype(values)
         layout = known.layout()
     try:
-        return problem_of(known, layout, flags.math).flattened
+        return problem_of(known, layout, flags.math)
     except Unserved:
         return None
 

@@ -156,11 +156,7 @@ class ConvolutionCall:
         return _OPERANDS[self.transposed, computed]
 
     def problem(self, computed: str, math: MathMode, *, with_bias: bool = False) -> ProblemDescription:
-        """What is to be solved for one of the call's results: its problem as asked, flattened."""
-        return self.asked_problem(computed, math, with_bias=with_bias).flattened
-
-    def asked_problem(self, computed: str, math: MathMode, *, with_bias: bool = False) -> ProblemDescription:
-        """The problem of one of the call's results, each tensor in the call's `backend_format`.
+        """What is to be solved for one of the call's results, each tensor in the call's `backend_format`.
 
         Args:
             computed: "y", "dx" or "dw".

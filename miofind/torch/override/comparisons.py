@@ -108,7 +108,7 @@ def _as_bare(
         problem = ProblemDescription.from_network_config(network_config)
     except InvalidProblemError:  # of another release
         return None
-    found = records.look_up(problem, options, handle, queue=False)
+    found = records.look_up(problem.flattened, options, handle, queue=False)
     if not found or row.time_ms is None or row.time_ms >= found[0].time_ms:
         return None
     return Comparison(time_ms=row.time_ms / found[0].time_ms * fastest.time_ms, measured_at=row.created_at)

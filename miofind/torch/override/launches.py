@@ -92,7 +92,7 @@ class ReadySolutions:
             solution = self._left.pop(0)
             try:
                 invoker = self._handle.invoker(
-                    solution.problem, solution.solver_id, solution.config, solution.kernel_hash
+                    solution.problem.flattened, solution.solver_id, solution.config, solution.kernel_hash
                 )
             except _NOT_READY as error:
                 logger.warning("%s cannot run %s: %s", solution.id, solution.problem, error)

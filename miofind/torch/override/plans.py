@@ -30,7 +30,7 @@ from miofind.errors import (
     raise_if_interrupted,
 )
 from miofind.find.immediate.answer import predicted
-from miofind.find.lookup import records
+from miofind.find.pipeline import looked_up
 from miofind.options import FindOptions, OnMiss
 from miofind.process.garbage import with_rare_garbage_collection
 from miofind.runtime.background import PendingKernels
@@ -366,7 +366,7 @@ class Planner:
         handle = self.handle_of(device)
         options = settings.options(deterministic=flags.deterministic)
         with with_rare_garbage_collection():
-            found = records.look_up(problem, options, handle, queue=handle.database.is_recorded)
+            found = looked_up(problem, options, handle, queue=handle.database.is_recorded)
         if found is None:
             part.is_missing = True
             found = self._missed(part, options, handle, device, measures=settings.measures(flags))
@@ -464,7 +464,7 @@ class Planner:
             return []
         generic = tuple(name for name, solver in handle.registry.items() if solver.is_last_resort)
         try:
-            found = predicted(problem, replace(options, only=generic), handle)
+            found = predicted(problem.flattened, replace(options, only=generic), handle)
         except NoSolutionError:
             return []
         return found if found[0].time_ms < _LONGEST_STAND_IN_MS else []
@@ -488,7 +488,7 @@ def kernels_of(solution: Solution, handle: Handle) -> tuple[KernelStep, ...]:
     if solver.library is Library.CUDNN:  # which may take long to say what it launches
         return ()
     try:
-        return solver.kept_solution(solution.problem, solution.device, solution.config).kernels
+        return solver.kept_solution(solution.problem.flattened, solution.device, solution.config).kernels
     except BaseException as error:  # a solver's own code may raise anything; who launches it says so
         raise_if_interrupted(error)
         logger.debug("%s has no kernels: %s", solution.id, described(error))

@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
             layer = self._layer_of_weights.get(storage_of(call.w)) or layer
         try:
             layout = self._layout(call)
-            problem = problem_of(of_one_dtype(call), layout, self._math(call.x)).flattened
+            problem = problem_of(of_one_dtype(call), layout, self._math(call.x))
         except Unserved as reason:
             self._recording.note(RecordedCall(layer=layer, computed=computed, reason=str(reason)))
             return func(*args, **kwargs)

@@ -24,7 +24,7 @@ def test_problems_compute_what_pytorch_does(call: DrawnCall) -> None:
     dx, dw, _ = torch.ops.aten.convolution_backward(grad, x, w, None, *call.geometry, [True, True, False])
     known = {"x": x, "w": w, "grad": grad, "y": y, "dx": dx, "dw": dw}
     for computed in COMPUTED:
-        problem = ours.asked_problem(computed, MathMode.TF32)
+        problem = ours.problem(computed, MathMode.TF32)
         names = dict(zip("xwy", ours.operands(computed), strict=True))
         for name in "xwy":
             assert problem.tensor(name).shape == tuple(known[names[name]].shape)

@@ -492,7 +492,7 @@ def test_an_answer_with_a_bias_is_taken_after_a_capture(tmp_path: Path, monkeypa
     problem = ProblemDescription.convolution(x=X.shape, w=W.shape, epilogue="bias")
     with handle, _enabled(handle, "fallback", only="ConvCpuDirect") as made:
         found = find_solutions(problem, options=made.settings.options(deterministic=False), handle=handle)
-        monkeypatch.setattr(plans.records, "look_up", lambda asked, *_, **__: found if asked == problem else None)
+        monkeypatch.setattr(plans, "looked_up", lambda asked, *_, **__: found if asked == problem else None)
         with monkeypatch.context() as patch:
             patch.setattr(plans, "is_capturing", lambda device: True)
             conv2d(X, W, bias)
@@ -509,7 +509,7 @@ def test_nobody_lacks_the_bare_problem_of_a_bias_that_pytorch_is_faster_with(
     problem = ProblemDescription.convolution(x=X.shape, w=W.shape, epilogue="bias")
     with handle, _enabled(handle, "fallback", only="ConvCpuDirect") as made:
         found = find_solutions(problem, options=made.settings.options(deterministic=False), handle=handle)
-        monkeypatch.setattr(plans.records, "look_up", lambda asked, *_, **__: found if asked == problem else None)
+        monkeypatch.setattr(plans, "looked_up", lambda asked, *_, **__: found if asked == problem else None)
         slow = Comparison(time_ms=found[0].time_ms / 2, measured_at="2026-01-31T12:00:00.000000Z")
         monkeypatch.setattr(plans.comparisons, "compared", lambda *asked: slow)
         conv2d(X, W, bias)

@@ -177,6 +177,32 @@ def test_pytorch_runs_what_it_was_measured_to_be_faster_at(tuned: TuningReport, 
     assert reasons(min_gain=0.4) == {}
 
 
+def test_volumes_are_recorded_as_images_and_compared_as_volumes(tmp_path: Path) -> None:
+    """PyTorch runs another kernel for images: whether it is faster at volumes says nothing of them."""
+    network, images = nn.Conv3d(2, 3, (3, 1, 1), bias=False), nn.Conv2d(2, 3, (3, 1), bias=False)
+    volumes = torch.randn(1, 2, 5, 3, 4)
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        report = miofind.torch.tune(network, volumes, training=True, handle=handle, options=FindOptions())
+        assert {row.problem.spatial_dims for row in report.rows} == {3}
+        recorded = {key.network_config for key in handle.database.user.problems()}
+        assert recorded == {row.problem.flattened.network_config for row in report.rows}
+        forward = next(row.problem for row in report.rows if row.problem.direction == "forward")
+        with miofind.torch.use("fallback", handle=handle, devices="cpu") as override, torch.no_grad():
+            y = network(volumes)
+            torch.testing.assert_close(y, network.cpu().double()(volumes.double()).float())
+            network.float()
+            assert [count.problem for count in override.report().counts if count.solver_id] == [forward]
+        best = find_solutions(forward, options=FindOptions(), handle=handle)[0]
+        comparisons.note(best, handle, Flags.of(state(), on_gpu=False), 1.0, 0.5)
+        assert _gain(best, handle) == pytest.approx(0.5)
+        with miofind.torch.use("fallback", handle=handle, devices="cpu") as override, torch.no_grad():
+            network(volumes)
+            (reason,) = override.report().reasons
+            assert reason.startswith("PyTorch's own kernel is 2.00 times as fast")
+            images(volumes.reshape(1, 2, 5, 12))
+            assert override.report().own_calls == 1
+
+
 def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
     with miofind.torch.record() as recording:
         nn.Conv1d(2, 2, 1)(torch.randn(1, 2, 4))
