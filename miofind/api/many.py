@@ -53,35 +53,32 @@ def find_many(
             isinstance(problem, ProblemDescription) and isinstance(options, FindOptions) and isinstance(handle, Handle)
         ):
             raise wrong_argument(problem, options, handle)
-    found = _found(list(dict.fromkeys(problem.flattened for problem in wanted)), options, handle)
-    for problem in dict.fromkeys(wanted):
-        if problem not in found:
-            found[problem] = _posed(problem, found[problem.flattened], options, handle)
-    return [found[problem].copy() for problem in wanted]
+    different = list(dict.fromkeys(wanted))
+    answers = {} if measures_always(options) else _remembered(different, options, handle)
+    left = [problem for problem in different if problem not in answers]
+    answers |= _found(list(dict.fromkeys(problem.flattened for problem in left)), options, handle)
+    for problem in left:
+        if problem not in answers:  # a volume that was found as images
+            found = answers[problem.flattened]
+            answers[problem] = posed(found, problem) if found else []
+            if found:
+                handle.remember((problem.network_config, options), answers[problem])
+    return [answers[problem].copy() for problem in wanted]
 
 
-def _posed(
-    problem: ProblemDescription, solutions: list[Solution], options: FindOptions, handle: Handle
-) -> list[Solution]:
-    """A volume's solutions, from the handle's memory where that may be, else from those of what it is flattened to."""
-    key = (problem.network_config, options)
-    cached = handle.answers.get(key)
-    if not solutions or (cached is not None and not measures_always(options)):
-        return cached or []
-    made = posed(solutions, problem)
-    handle.remember(key, made)
-    return made
+def _remembered(
+    problems: list[ProblemDescription], options: FindOptions, handle: Handle
+) -> dict[ProblemDescription, list[Solution]]:
+    """What the handle's memory has of problems."""
+    kept = ((problem, handle.answers.get((problem.network_config, options))) for problem in problems)
+    return {problem: solutions for problem, solutions in kept if solutions is not None}
 
 
 def _found(
     problems: list[ProblemDescription], options: FindOptions, handle: Handle
 ) -> dict[ProblemDescription, list[Solution]]:
-    """Each problem's solutions, from the handle's memory where that may be, else by a find."""
-    answers: dict[ProblemDescription, list[Solution]] = {}
-    if not measures_always(options):
-        for problem in problems:
-            if (cached := handle.answers.get((problem.network_config, options))) is not None:
-                answers[problem] = cached
+    """Each flattened problem's solutions, from the handle's memory where that may be, else by a find."""
+    answers = {} if measures_always(options) else _remembered(problems, options, handle)
     left = [problem for problem in problems if problem not in answers]
     with contextlib.ExitStack() as stack:
         pool = precompiler = None

@@ -147,7 +147,7 @@ def answered_finds(device: str, network_configs: Set[str]) -> Set[str]:
 def _is_answered(network_config: str, handle: Handle) -> bool:
     with suppress(InvalidProblemError):
         problem = ProblemDescription.from_network_config(network_config)
-        return is_answered(problem, FindOptions(), handle)
+        return is_answered(problem.flattened, FindOptions(), handle)
     return False
 
 

@@ -283,12 +283,20 @@ def _requests(values: dict[str, Any], handles: Sequence[Handle], options: TuneOp
 
 
 def _readable(network_configs: Iterable[str]) -> Iterator[ProblemDescription]:
-    """The problems of a FindDB's texts; a text that this release cannot read is left out with a warning."""
+    """The problems of a FindDB's texts that finds ask it for; each other text is left out with a warning.
+
+    That is one that this release cannot read, or a volume that it finds as images.
+    """
     for text in network_configs:
         try:
-            yield ProblemDescription.from_network_config(text)
+            problem = ProblemDescription.from_network_config(text)
         except InvalidProblemError as error:
             logger.warning("what the FindDB has of an unknown problem is left out: %s", error)
+            continue
+        if problem.flattened is problem:
+            yield problem
+        else:
+            logger.warning("what the FindDB has of %s is left out: it is found as %s", text, problem.flattened)
 
 
 def _forecasts(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> list[Forecast]:

@@ -314,7 +314,8 @@ class ProblemDescription:
             return self
         from miofind.core.flattening import flattened
 
-        return flattened(self)
+        found = flattened(self)
+        return self if found == self else found
 
     @staticmethod
     def from_arrays(

@@ -47,14 +47,13 @@ def find(
         DatabaseError: the FindDB cannot be used, with a strict handle.
         UnknownSolverError: the options name a solver that the handle's registry has not.
     """
-    flattened = problem.flattened
-    if flattened is not problem:
-        return posed(find(flattened, options, handle, ahead=ahead, likeliest=likeliest), problem)
     options.check_names(handle.registry)
     mode = find_mode(options)
     if options.find_enforce is FindEnforce.DB_CLEAN:
         handle.database.clean(handle.device.identity, problem.network_config)
         handle.forget_answers(problem.network_config)
+    if problem.flattened is not problem:
+        return _found_as_images(problem, options, handle, ahead, likeliest)
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
         is_immediate = _is_immediate(mode, options)
@@ -92,6 +91,21 @@ def find(
                 )
         return _ordered(answer, options)
     return _ordered(late.measure(problem, options, handle, ahead=ahead, afresh=True, likeliest=likeliest), options)
+
+
+def _found_as_images(
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    ahead: CompilePool | None,
+    likeliest: Plan | None,
+) -> list[Solution]:
+    """What `find` gives for a volume that is flattened."""
+    try:
+        found = find(problem.flattened, options, handle, ahead=ahead, likeliest=likeliest)
+    except NoSolutionError as error:
+        raise type(error)(f"{problem} is found as images: {error}") from error
+    return posed(found, problem)
 
 
 def looked_up(

@@ -80,6 +80,12 @@ def test_no_axis_grows_beyond_the_largest() -> None:
     assert problem.flattened is problem
 
 
+def test_equal_volumes_that_are_no_images_are_themselves() -> None:
+    first, second = volume(w=(6, 4, 3, 3, 3)), volume(w=(6, 4, 3, 3, 3))
+    assert first.flattened is first
+    assert second.flattened is second
+
+
 def test_images_and_sequences_are_what_they_are() -> None:
     for x, w in (((2, 4, 6, 7), (6, 4, 1, 1)), ((2, 4, 1, 7), (6, 4, 1, 3)), ((2, 4, 7), (6, 4, 1))):
         problem = ProblemDescription.convolution(x=x, w=w)

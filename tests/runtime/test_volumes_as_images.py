@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.commands.cli_runner import run
 
 import miofind
+from miofind.cli.coverage import _is_answered
 from miofind.device.device import Device
 from miofind.errors import InvalidArrayError, LaunchError, NoSolutionError
 from miofind.evaluate.executors import InProcess
+from miofind.find.measuring import measure
 from miofind.launch.invoker import Invoker
 from miofind.options import FindEnforce, FindMode, OnMiss
 from miofind.reference.convolution import reference_on_host
@@ -94,8 +97,8 @@ def test_solutions_of_images_answer_for_volumes(handle: miofind.Handle, monkeypa
 
 def test_one_find_answers_volumes_and_their_images(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    run = InProcess.run
-    monkeypatch.setattr(InProcess, "run", lambda self, job: measured.append(job) or run(self, job))
+    measured_by = InProcess.run
+    monkeypatch.setattr(InProcess, "run", lambda self, job: measured.append(job) or measured_by(self, job))
     problems = [VOLUME, VOLUME.flattened, SLICES, VOLUME]
     answers = miofind.find_many(problems, handle=handle)
     assert [{each.problem for each in answer} for answer in answers] == [{problem} for problem in problems]
@@ -104,6 +107,33 @@ def test_one_find_answers_volumes_and_their_images(handle: miofind.Handle, monke
     assert [each is other for each, other in zip(kept, answers[0], strict=True)] == [True] * len(kept)
     again = miofind.find_many(problems, handle=handle)
     assert again[0][0] is kept[0]
+
+
+def test_many_are_answered_from_memory_whatever_becomes_of_the_rows(
+    handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = miofind.find_solutions(VOLUME, handle=handle)
+    handle.database.clean(handle.device.identity, VOLUME.flattened.network_config)
+    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
+    assert miofind.find_many([VOLUME], handle=handle)[0][0] is found[0]
+
+
+def test_rows_of_volumes_from_before_are_not_taken_for_answers(handle: miofind.Handle, tmp_path: Path) -> None:
+    """A release that measured them as volumes left them, under keys that finds do not ask for."""
+    measure(VOLUME, miofind.FindOptions(), handle)
+    handle.database.queue_recheck(handle.device.identity, VOLUME.network_config, "stale")
+    assert {key.network_config for key in handle.database.user.problems()} == {VOLUME.network_config}
+    assert not is_answered(VOLUME, handle)
+    here = ("--device", "cpu", "--db", str(tmp_path / "found.db"))
+    for flag in ("--stored", "--recheck"):
+        told = run("tune", flag, *here)
+        assert f"what the FindDB has of {VOLUME} is left out: it is found as {VOLUME.flattened}" in told.stderr
+    assert miofind.find_solutions(VOLUME, handle=handle)[0].source is Source.MEASURED
+    assert is_answered(VOLUME, handle)
+
+
+def is_answered(problem: miofind.ProblemDescription, handle: miofind.Handle) -> bool:
+    return _is_answered(problem.network_config, handle)
 
 
 def test_a_volume_without_a_solution_costs_itself_alone(handle: miofind.Handle) -> None:
@@ -154,12 +184,12 @@ def test_it_falls_back_to_the_next(
     handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, *_ = miofind.find_solutions(VOLUME, handle=handle)
-    run = type(first.prepare().runner.prepare()).run
+    launched = type(first.prepare().runner.prepare()).run
 
     def failing(self: Invoker, *given: Any) -> None:
         if (self.solver_id, self.config) == (first.solver_id, first.config):
             raise LaunchError("out of order")
-        run(self, *given)
+        launched(self, *given)
 
     monkeypatch.setattr(type(first.runner.prepare()), "run", failing)
     given = given_for(VOLUME)
@@ -184,7 +214,7 @@ def test_a_prediction_knows_its_workspace_when_it_is_asked() -> None:
 
 
 def test_what_fails_on_a_miss_names_what_is_looked_up(handle: miofind.Handle) -> None:
-    with pytest.raises(NoSolutionError, match=VOLUME.flattened.network_config):
+    with pytest.raises(NoSolutionError, match=f"^{VOLUME} is found as images: .*{VOLUME.flattened}"):
         miofind.find_solutions(VOLUME, options=miofind.FindOptions(on_miss=OnMiss.ERROR), handle=handle)
 
 

@@ -201,6 +201,8 @@ def test_volumes_are_recorded_as_images_and_compared_as_volumes(tmp_path: Path) 
             assert reason.startswith("PyTorch's own kernel is 2.00 times as fast")
             images(volumes.reshape(1, 2, 5, 12))
             assert override.report().own_calls == 1
+        again = FindOptions(find_enforce="db_clean")
+        assert _gain(find_solutions(forward, options=again, handle=handle)[0], handle) is None
 
 
 def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
