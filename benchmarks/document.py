@@ -229,9 +229,9 @@ is, in a CUDA graph, under torch.compile and both, in inference with its batch n
 training step of four images was timed in CUDA graphs alone. This row was measured with the present kernels, and so were
 those of inference channels first at batch 1, and channels last: ResNet-50, EfficientNet-B0, ConvNeXt-T, VGG-16 and
 YOLOv8s at batch 32, HiFi-GAN, DeepLabV3, r3d_18, R(2+1)D-18 and the U-Net in three dimensions at more than one image,
-and Stable Diffusion's U-Net of eight. The others were measured when cuDNN's engine 4 still ran some fused layers, and a layer's
-kernel could begin before the one of the layer before had ended. Both are no more: by the shipped rows a network's fused
-layers together take up to 1.8 % longer without the engine at batch 1, and 0.9 % at batch 32.
+and Stable Diffusion's U-Net of eight. The others were measured when cuDNN's engine 4 still ran some fused layers, and a
+layer's kernel could begin before the one of the layer before had ended. Both are no more: by the shipped rows a
+network's fused layers together take up to 1.8 % longer without the engine at batch 1, and 0.9 % at batch 32.
 
 {table}
 

@@ -24,6 +24,8 @@ from miofind.solvers.depthwise import (
     channels_last_weights,
     mma,
     mma_weights,
+    volume,
+    volume_weights,
 )
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.few_channels.solver import FewChannelsSolver
@@ -198,6 +200,8 @@ LISTED = {
     "ConvDepthwiseChannelsLastWeights": (*channels_last_weights._FALLBACKS, *channels_last_weights._SHORT_LIST),
     "ConvDepthwiseMma": mma._SHORT_LIST,
     "ConvDepthwiseMmaWeights": mma_weights._SHORT_LIST,
+    "ConvDepthwiseVolume": volume._SHORT_LIST,
+    "ConvDepthwiseVolumeWeights": volume_weights._SHORT_LIST,
     "ConvGrouped": nhwc._SHORT_LIST,
     "ConvGroupedPlanes": nchw._SHORT_LIST,
     "ConvWinogradFused": fused._SHORT_LIST,
