@@ -50,6 +50,7 @@ def define(step: KernelStep, name: str) -> int:
     return int(dict(step.defines)[name])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", SHAPES)
@@ -81,6 +82,7 @@ def test_blocks_cover_every_unit_and_fit(shape: str, direction: Direction, layou
         assert first.shared_bytes <= H200.shared_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", SHAPES)
