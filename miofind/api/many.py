@@ -13,7 +13,7 @@ from miofind.device.device import Place
 from miofind.errors import InvalidOptionError, NoSolutionError, brief
 from miofind.find.lookup import records
 from miofind.find.pipeline import find, find_mode
-from miofind.options import FindMode, FindOptions, OnMiss
+from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution, posed
 from miofind.tune.precompiler import Precompiler
@@ -56,6 +56,9 @@ def find_many(
     different = list(dict.fromkeys(wanted))
     answers = {} if measures_always(options) else _remembered(different, options, handle)
     left = [problem for problem in different if problem not in answers]
+    if options.find_enforce is FindEnforce.DB_CLEAN:  # a volume's own key, too, under which PyTorch's time is
+        for problem in left:
+            handle.database.clean(handle.device.identity, problem.network_config)
     answers |= _found(list(dict.fromkeys(problem.flattened for problem in left)), options, handle)
     for problem in left:
         if problem not in answers:  # a volume that was found as images

@@ -143,6 +143,15 @@ def test_flattening_keeps_sizes_and_arithmetic(problem: ProblemDescription) -> N
     assert (flattened.flops, flattened.bytes) == (problem.flops, problem.bytes)
     assert flattened.reduction_length == problem.reduction_length
     assert [o.tensor.size for o in flattened.operands] == [o.tensor.size for o in problem.operands]
+    assert [o.tensor.dtype for o in flattened.operands] == [o.tensor.dtype for o in problem.operands]
+    assert (flattened.math, flattened.direction) == (problem.math, problem.direction)
+
+
+def test_each_tensor_keeps_its_type_and_float32_its_arithmetic() -> None:
+    dtypes = {"x": DataType.FLOAT16, "w": DataType.BFLOAT16, "y": DataType.FLOAT32}
+    flattened = volume(dtype=dtypes).flattened
+    assert [flattened.tensor(name).dtype for name in "xwy"] == [dtypes[name] for name in "xwy"]
+    assert volume(math="tf32").flattened.math == "tf32"
 
 
 def test_the_epilogue_stays() -> None:

@@ -203,6 +203,8 @@ def test_volumes_are_recorded_as_images_and_compared_as_volumes(tmp_path: Path) 
             assert override.report().own_calls == 1
         again = FindOptions(find_enforce="db_clean")
         assert _gain(find_solutions(forward, options=again, handle=handle)[0], handle) is None
+        comparisons.note(best, handle, Flags.of(state(), on_gpu=False), 1.0, 0.5)
+        assert _gain(miofind.find_many([forward], options=again, handle=handle)[0][0], handle) is None
 
 
 def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
