@@ -1,6 +1,6 @@
 """What it is worth to find volumes as images where they are such: each measured as it is, and as images.
 
-    python benchmarks/volumes_as_images.py --json benchmarks/results/volumes_as_images_h200.json
+    python benchmarks/volumes_as_images.py --every 4 --budget 5 --json benchmarks/results/volumes_as_images_h200.json
 
 Of each problem all default candidates are measured twice in one process, as what it is, which solvers of volumes alone
 serve, and flattened. PyTorch's own convolution of the volumes, and cuDNN's best of either, are measured beside. The

@@ -168,15 +168,15 @@ def find(
 
 
 def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> _Found:
+    recorded = problem.flattened
     with stderr().status(f"finding: {driver_line(problem)}"):
         solutions = find_solutions(problem, options=options, handle=handle)
-        wider = wider_bounds(problem.flattened, options, handle)
-        failed = failed_outcomes(problem.flattened, options, handle)
+        wider = wider_bounds(recorded, options, handle)
+        failed = failed_outcomes(recorded, options, handle)
         found = _Found(problem=problem, solutions=solutions, wider_bounds=wider, failed=failed)
-    recorded = problem.flattened.network_config
     for store in handle.database.layers:
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
-            history = store.history(handle.device.identity, recorded) if store.exists else None
+            history = store.history(handle.device.identity, recorded.network_config) if store.exists else None
             rows = [] if history is None else [row for row in history.rows if not row.is_rival]
             if rows:
                 measured = {row.candidate for row in rows if row.time_ms is not None}

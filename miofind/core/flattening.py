@@ -29,12 +29,14 @@ def flattened(problem: ProblemDescription) -> ProblemDescription:
         return _of_images(problem, (first, width), 1)
     if (second := height.merged(width)) is not None:
         return _of_images(problem, (depth, second), 1)
-    are_slices = depth.is_untouched and problem.x.layout.channels_last and problem.y.layout.channels_last
-    if problem.epilogue.channel_bias:  # a row of it for each volume, where images would have one each
-        are_slices = False
-    if are_slices and problem.n * depth.size <= MAX_DIMENSION:
+    if depth.is_untouched and _has_slices(problem) and problem.n * depth.size <= MAX_DIMENSION:
         return _of_images(problem, (height, width), depth.size)
     return problem
+
+
+def _has_slices(problem: ProblemDescription) -> bool:
+    """Whether slices of volumes lie in memory as images do, and no row of a channel bias is of a whole volume."""
+    return problem.x.layout.channels_last and problem.y.layout.channels_last and not problem.epilogue.channel_bias
 
 
 class _Axis(NamedTuple):

@@ -17,32 +17,17 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import cycles_of_waves
-from miofind.solver.solver import (
-    APPLICABLE,
-    OF_IMAGES,
-    Algorithm,
-    Applicability,
-    EstimatedConfig,
-    RankedTable,
-    Solver,
-    first_of_kinds,
-)
+from miofind.solver.solver import OF_IMAGES
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import depthwise_example
-from miofind.solvers.depthwise.volume_tiling import (
-    KEYS,
-    MOST_SHARED_BYTES,
-    VECTOR_CHANNELS,
-    VolumeTiling,
-    refuse_volumes,
-)
+from miofind.solvers.depthwise.volume_solver import DepthwiseVolumeSolver
+from miofind.solvers.depthwise.volume_tiling import MOST_SHARED_BYTES, VECTOR_CHANNELS, VolumeTiling
 
 _SOURCE = "depthwise/volume.cu"
 _MOST_HELD = 64  # taps of a thread's channels that stay in registers
 _MOST_PRODUCTS = 3200
-_DEFAULTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +202,7 @@ def _short_list() -> ConfigTable:
     return ConfigTable(_SHORT_LIST)
 
 
-class ConvDepthwiseVolume(Solver):
+class ConvDepthwiseVolume(DepthwiseVolumeSolver):
     """Depthwise convolution of volumes, one filter a channel, with float32 accumulators.
 
     Configuration: a block computes a tile of up to `height` x `width` units of `channels` channels, and marches along
@@ -226,10 +211,8 @@ class ConvDepthwiseVolume(Solver):
     """
 
     id = "ConvDepthwiseVolume"
-    algorithm = Algorithm.DIRECT
     directions = OF_IMAGES
-    keys = KEYS
-    alignment_bytes = 16
+    fallback = _FALLBACK
     applies_epilogues = True
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "vector": (1, 2),
@@ -268,12 +251,8 @@ class ConvDepthwiseVolume(Solver):
             ),
         )
 
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if (answer := refuse_volumes(problem)).refused:
-            return answer
-        if not self.is_valid_config(problem, device, _FALLBACK):
-            return Applicability(f"filter {problem.filter} at stride {problem.conv.stride}: too large for a thread")
-        return APPLICABLE
+    def short_list(self) -> ConfigTable:
+        return _short_list()
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config)
@@ -285,21 +264,6 @@ class ConvDepthwiseVolume(Solver):
             & (tiling.shared_bytes <= (device.shared_bytes or MOST_SHARED_BYTES))
         )
         return is_valid
-
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(each.config for each in self.estimated_defaults(problem, device))
-
-    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        # The best of each shape of a thread's work: estimates of one shape err alike.
-        return first_of_kinds(
-            self._ranked(problem, device),
-            lambda each: (each.config["vector"], each.config["rows"], each.config["columns"]),
-            _DEFAULTS,
-        )
-
-    def _ranked(self, problem: ProblemDescription, device: Device) -> RankedTable:
-        """The short list as far as it is valid, the least estimate first."""
-        return self.ranked_valid(problem, device, _short_list())
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return _time_ms(problem, _Tiling.of(problem, config), device)

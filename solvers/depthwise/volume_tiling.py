@@ -337,12 +337,11 @@ class VolumeTiling:
         """Planes that a block meets, on average."""
         span = self.depth.span
         if self.backward:
-            planes, sizes = self.part_units + span - 1, self.depth.size / self.depth.residues
+            planes, halo = self.part_units + span - 1, span - 1
         else:
-            planes = self.depth.stride * (self.part_units - 1) + self.depth.taps
-            sizes = self.depth.size / self.depth.residues
-        halo = self.depth.taps - 1 if not self.backward else span - 1
-        return chosen(self.parts == 1, larger(1.0, 1.0 * sizes), 1.0 * planes - halo / self.parts)
+            planes, halo = self.depth.stride * (self.part_units - 1) + self.depth.taps, self.depth.taps - 1
+        every = larger(1.0, self.depth.size / self.depth.residues)
+        return chosen(self.parts == 1, every, 1.0 * planes - halo / self.parts)
 
     @cached_property
     def sector_share(self) -> float:

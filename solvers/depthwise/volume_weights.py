@@ -16,33 +16,18 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
 from miofind.solver.occupancy import cycles_of_waves
-from miofind.solver.solver import (
-    APPLICABLE,
-    OF_WEIGHTS,
-    Algorithm,
-    Applicability,
-    EstimatedConfig,
-    RankedTable,
-    Solver,
-    first_of_kinds,
-)
+from miofind.solver.solver import OF_WEIGHTS
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.volume_tiling import (
-    KEYS,
-    MOST_SHARED_BYTES,
-    VECTOR_CHANNELS,
-    VolumeTiling,
-    refuse_volumes,
-)
+from miofind.solvers.depthwise.volume_solver import DepthwiseVolumeSolver
+from miofind.solvers.depthwise.volume_tiling import MOST_SHARED_BYTES, VECTOR_CHANNELS, VolumeTiling
 
 _SOURCE = "depthwise/volume_weights.cu"
 _MOST_SUMS = 125  # of a thread, if one plane of a filter does not take more
 _MOST_PRODUCTS = 3200
 _MOST_WORKSPACE_BYTES = 64 << 20
-_DEFAULTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +196,7 @@ def _short_list() -> ConfigTable:
     return ConfigTable(_SHORT_LIST)
 
 
-class ConvDepthwiseVolumeWeights(Solver):
+class ConvDepthwiseVolumeWeights(DepthwiseVolumeSolver):
     """Backward weights of depthwise convolution of volumes, one filter a channel, with float32 accumulators.
 
     Tiles that reach beyond dy, and planes of dy before and after a part of the depth, are multiplied as zeros.
@@ -222,10 +207,8 @@ class ConvDepthwiseVolumeWeights(Solver):
     """
 
     id = "ConvDepthwiseVolumeWeights"
-    algorithm = Algorithm.DIRECT
     directions = OF_WEIGHTS
-    keys = KEYS
-    alignment_bytes = 16
+    fallback = _FALLBACK
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "vector": (1, 2),
         "channels": (1, 4, 8, 16, 32, 64, 128),
@@ -256,12 +239,8 @@ class ConvDepthwiseVolumeWeights(Solver):
             first(3, x=(2, 3, 12, 11, 10), w=(3, 2, 3), padding=2, dilation=(3, 2, 1), dtype=brain),
         )
 
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if (answer := refuse_volumes(problem)).refused:
-            return answer
-        if not self.is_valid_config(problem, device, _FALLBACK):
-            return Applicability(f"filter {problem.filter} at stride {problem.conv.stride}: too large for a thread")
-        return APPLICABLE
+    def short_list(self) -> ConfigTable:
+        return _short_list()
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config)
@@ -279,21 +258,6 @@ class ConvDepthwiseVolumeWeights(Solver):
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         """Zeros stand for what dy does not have, and meet elements of x that no dy of that tap meets."""
         return True
-
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(each.config for each in self.estimated_defaults(problem, device))
-
-    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        # The best of each shape of a thread's work: estimates of one shape err alike.
-        return first_of_kinds(
-            self._ranked(problem, device),
-            lambda each: (each.config["vector"], each.config["rows"], each.config["columns"]),
-            _DEFAULTS,
-        )
-
-    def _ranked(self, problem: ProblemDescription, device: Device) -> RankedTable:
-        """The short list as far as it is valid, the least estimate first."""
-        return self.ranked_valid(problem, device, _short_list())
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return _time_ms(_Tiling.of(problem, config), device)
