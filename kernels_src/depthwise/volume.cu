@@ -167,12 +167,14 @@ __device__ __forceinline__ void write_plane(const Results& results,
                                             ELEMENT* staged) {
 #endif
   constexpr int kColumnStep = kChannelsLast ? 1 : OUT_VECTOR, kCount = kChannelsLast ? kVector : OUT_VECTOR;
+  const int rows = opaque(results.rows), columns = opaque(results.columns);
+  const int row_step = opaque(results.row_step), pixel_step = opaque(results.pixel_step);
 #pragma unroll
   for (int row = 0; row < Rows::kOuts; ++row)
 #pragma unroll
     for (int column = 0; column < Columns::kOuts; column += kColumnStep) {
-      const bool exists = row < results.rows && column < results.columns;
-      const int element = at + row * results.row_step + column * results.pixel_step;
+      const bool exists = row < rows && column < columns;
+      const int element = at + row * row_step + column * pixel_step;
       float values[kCount];
 #pragma unroll
       for (int i = 0; i < kCount; ++i) values[i] = sums[row][column + (kChannelsLast ? 0 : i)][kChannelsLast ? i : 0];
@@ -192,9 +194,10 @@ __device__ __forceinline__ void write_plane(const Results& results,
 __device__ __forceinline__ void copy_results(ELEMENT* out, const ELEMENT* staged, const Volume& volume, int channels,
                                              int rows, int columns) {
   constexpr int kSegments = kOutColumns / OUT_VECTOR, kAll = kChannels * kOutRows * kSegments;
+  const int first = opaque(threadIdx.x);
 #pragma unroll
   for (int i = 0; i < ceil_div(kAll, kThreads); ++i) {
-    const int rank = threadIdx.x + i * kThreads, row = rank / kSegments % kOutRows;
+    const int rank = first + i * kThreads, row = rank / kSegments % kOutRows;
     const int column = rank % kSegments * OUT_VECTOR, channel = rank / (kSegments * kOutRows);
     if (channel < channels && row < rows && column < columns)
       *reinterpret_cast<Vector<ELEMENT, OUT_VECTOR>*>(out + channel * volume.out_channel + row * volume.out_row +

@@ -30,14 +30,16 @@ using Loaded = Vector<ELEMENT, kGradientVector>[TILE_ROWS][TILE_COLUMNS / kGradi
 // A tile of a plane of dy, zero where there is none.
 __device__ __forceinline__ void load_gradients(Loaded& loaded, const ELEMENT* dy, const Volume& volume, int rows,
                                                int columns) {
+  rows = opaque(rows), columns = opaque(columns);
+  const int row_step = opaque(volume.out_row), pixel_step = opaque(volume.out_pixel);
 #pragma unroll
   for (int row = 0; row < TILE_ROWS; ++row)
 #pragma unroll
     for (int i = 0; i < TILE_COLUMNS / kGradientStep; ++i) {
       loaded[row][i] = {};
       if (row < rows && i * kGradientStep < columns)
-        loaded[row][i] = *reinterpret_cast<const Vector<ELEMENT, kGradientVector>*>(
-            dy + row * volume.out_row + i * kGradientStep * volume.out_pixel);
+        loaded[row][i] = *reinterpret_cast<const Vector<ELEMENT, kGradientVector>*>(dy + row * row_step +
+                                                                                    i * kGradientStep * pixel_step);
     }
 }
 

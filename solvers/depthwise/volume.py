@@ -14,7 +14,7 @@ from typing import ClassVar
 from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import cycles_of_waves
 from miofind.solver.solver import OF_IMAGES
@@ -110,7 +110,7 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
     return KernelStep(
         source=_SOURCE,
         entry="depthwise_volume",
-        grid=(tiling.channel_blocks * tiling.items, 1, 1),
+        grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=(
@@ -165,7 +165,7 @@ def _instructions(tiling: _Tiling) -> float:
 def _moved_bytes(tiling: _Tiling) -> float:
     """Through device memory, with a share of what blocks read of their neighbours' planes."""
     source = tiling.problem.y if tiling.backward else tiling.problem.x
-    met = tiling.channel_blocks * tiling.items * tiling.met_planes * tiling.plane * tiling.itemsize
+    met = tiling.blocks * tiling.met_planes * tiling.plane * tiling.itemsize
     own = 1 + _SECTORS * (tiling.sector_share - 1)
     return tiling.problem.bytes * own + _AGAIN * larger(0.0, met - source.bytes)
 
@@ -176,13 +176,16 @@ def _time_ms(problem: ProblemDescription, tiling: _Tiling, device: Device) -> fl
     def wave(blocks: int) -> float:
         return larger(_ALONE, _ISSUE * ceil_div(blocks * tiling.threads, 128))
 
-    cycles = cycles_of_waves(tiling.channel_blocks * tiling.items, resident, device, wave)
+    cycles = cycles_of_waves(tiling.blocks, resident, device, wave)
     busy_ms = 1e3 * cycles * _instructions(tiling) / device.clock_hz
     moved_ms = 1e3 * _moved_bytes(tiling) / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     return _LAUNCH_MS + larger(busy_ms, moved_ms) + _SERIAL * smaller(busy_ms, moved_ms)
 
 
-_FALLBACK = Config.of(vector=1, channels=16, rows=1, columns=2, height=4, width=8, depth=8, stages=2)
+_FALLBACKS = (
+    Config.of(vector=1, channels=16, rows=1, columns=2, height=4, width=8, depth=8, stages=2),
+    Config.of(vector=1, channels=1, rows=1, columns=1, height=4, width=8, depth=8, stages=2),
+)
 _SHORT_LIST = (
     *Config.product(
         {
@@ -193,7 +196,7 @@ _SHORT_LIST = (
             "stages": (3,),
         }
     ),
-    _FALLBACK,
+    *_FALLBACKS,
 )
 
 
@@ -212,13 +215,13 @@ class ConvDepthwiseVolume(DepthwiseVolumeSolver):
 
     id = "ConvDepthwiseVolume"
     directions = OF_IMAGES
-    fallback = _FALLBACK
+    fallbacks = _FALLBACKS
     applies_epilogues = True
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "vector": (1, 2),
         "channels": (1, 4, 8, 16, 32, 64, 128),
         "rows": (1, 2, 4),
-        "columns": (2, 4, 8),
+        "columns": (1, 2, 4, 8),
         "height": (4, 8, 16, 32),
         "width": (8, 16, 32, 64),
         "depth": (4, 8, 16, 64),
@@ -239,6 +242,8 @@ class ConvDepthwiseVolume(DepthwiseVolumeSolver):
             first(5, x=(2, 5, 6, 9, 7), w=(3, 5, 5), padding=((2, 0), (1, 3), (4, 1)), dtype=half),
             last(20, x=(2, 20, 7, 11, 12), w=(3, 3, 3), padding=1, stride=(2, 2, 2), dtype=half, direction=back),
             first(6, x=(2, 6, 5, 13, 14), w=(3, 3, 3), padding=1, stride=(1, 2, 2), direction=back, dtype=half),
+            last(24, x=(1, 24, 5, 26, 56), w=(3, 3, 3), padding=1, stride=(1, 2, 2), dtype=half, direction=back),
+            first(6, x=(1, 6, 9, 29, 31), w=(3, 3, 3), padding=1, stride=2, direction=back),
             first(4, x=(1, 4, 9, 17, 24), w=(7, 7, 7), padding=3),
             last(8, x=(1, 8, 12, 11, 10), w=(2, 3, 3), padding=2, dilation=(2, 1, 3), dtype=half),
             first(3, x=(2, 3, 12, 11, 10), w=(3, 2, 3), padding=2, dilation=(3, 2, 1), dtype=brain, direction=back),
@@ -257,7 +262,7 @@ class ConvDepthwiseVolume(DepthwiseVolumeSolver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config)
         is_valid: bool = (
-            (is_config(config, _FALLBACK) | tiling.is_economical(config))
+            (self.is_fallback(config) | tiling.is_economical(config))
             & tiling.fits
             & tiling.holds(tiling.registers, device)
             & (chosen(tiling.rolled, tiling.products / tiling.height.taps, tiling.products) <= _MOST_PRODUCTS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import abstractmethod
 from typing import ClassVar
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable
+from miofind.solver.columns import ConfigTable, is_config
 from miofind.solver.solver import (
     APPLICABLE,
     Algorithm,
@@ -27,24 +29,29 @@ class DepthwiseVolumeSolver(Solver):
     """A solver on planes of volumes.
 
     Class attributes:
-        fallback: valid wherever the solver serves.
+        fallbacks: one of them is valid wherever the solver serves.
     """
 
     algorithm = Algorithm.DIRECT
     keys = KEYS
     alignment_bytes = 16
-    fallback: ClassVar[Config]
+    fallbacks: ClassVar[tuple[Config, ...]]
 
     @abstractmethod
     def short_list(self) -> ConfigTable:
-        """Configurations that defaults are chosen among, and the fallback."""
+        """Configurations that defaults are chosen among, and the fallbacks."""
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_volumes(problem)).refused:
             return answer
-        if not self.is_valid_config(problem, device, self.fallback):
-            return Applicability(f"filter {problem.filter} at stride {problem.conv.stride}: too large for a thread")
-        return APPLICABLE
+        if any(self.is_valid_config(problem, device, fallback) for fallback in self.fallbacks):
+            return APPLICABLE
+        return Applicability(f"no tile fits: filter {problem.filter} at stride {problem.conv.stride}")
+
+    def is_fallback(self, config: Config) -> bool:
+        """Whether a configuration is one of the fallbacks."""
+        is_fallback: bool = functools.reduce(operator.or_, (is_config(config, each) for each in self.fallbacks))
+        return is_fallback
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(each.config for each in self.estimated_defaults(problem, device))

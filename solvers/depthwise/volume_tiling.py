@@ -54,7 +54,7 @@ VECTOR_CHANNELS = (
     *((2, channels) for channels in (16, 32, 64, 128)),
 )
 """Of short lists: channels of a thread, and of a block."""
-_MOST_COPIES = 16  # of a thread and a plane: each holds two registers
+_MOST_COPIES = 20  # of a thread and a plane: each holds two registers
 _COPY_BYTES = 16
 _BANK_BYTES = 128
 _SECTOR_BYTES = 32
@@ -245,6 +245,11 @@ class VolumeTiling:
     def items(self) -> int:
         """Tiles of all parts, residue classes and images."""
         return self.column_tiles * self.row_tiles * self.parts * self.depth.residues * self.problem.n
+
+    @cached_property
+    def blocks(self) -> int:
+        """Of a launch."""
+        return self.channel_blocks * self.items
 
     @cached_property
     def alignment(self) -> int:
@@ -446,7 +451,8 @@ class VolumeTiling:
         fits: bool = (
             (self.threads <= _MOST_THREADS)
             & (self.copies <= _MOST_COPIES)
-            & (self.channel_blocks * self.items <= MAX_ELEMENTS)
+            & (self.items <= MAX_ELEMENTS)
+            & (self.blocks <= MAX_ELEMENTS)
         )
         return fits
 

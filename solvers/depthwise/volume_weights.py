@@ -14,7 +14,7 @@ from typing import ClassVar
 from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import cycles_of_waves
 from miofind.solver.solver import OF_WEIGHTS
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
@@ -96,6 +96,7 @@ class _Tiling(VolumeTiling):
             + ceil_div(tile * self.itemsize, 4)
             + self.width.window(self.columns) * self.vector
             + self.copy_registers
+            + self.copies  # addresses
             + 44
         )
 
@@ -175,7 +176,10 @@ def _time_ms(tiling: _Tiling, device: Device) -> float:
     return _LAUNCH_MS + reduced_ms + larger(busy_ms, moved_ms) + _SERIAL * smaller(busy_ms, moved_ms)
 
 
-_FALLBACK = Config.of(vector=1, channels=16, rows=1, columns=2, height=4, width=8, depth=64, stages=2, turns=64)
+_FALLBACKS = (
+    Config.of(vector=1, channels=16, rows=1, columns=2, height=4, width=8, depth=64, stages=2, turns=64),
+    Config.of(vector=1, channels=1, rows=1, columns=1, height=4, width=8, depth=64, stages=2, turns=64),
+)
 _SHORT_LIST = (
     *Config.product(
         {
@@ -187,7 +191,7 @@ _SHORT_LIST = (
             "turns": (1, 2, 4, 16),
         }
     ),
-    _FALLBACK,
+    *_FALLBACKS,
 )
 
 
@@ -208,12 +212,12 @@ class ConvDepthwiseVolumeWeights(DepthwiseVolumeSolver):
 
     id = "ConvDepthwiseVolumeWeights"
     directions = OF_WEIGHTS
-    fallback = _FALLBACK
+    fallbacks = _FALLBACKS
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "vector": (1, 2),
         "channels": (1, 4, 8, 16, 32, 64, 128),
         "rows": (1, 2),
-        "columns": (2, 4, 8),
+        "columns": (1, 2, 4, 8),
         "height": (4, 8, 16, 32),
         "width": (8, 16, 32, 64),
         "depth": (4, 8, 16, 64),
@@ -245,9 +249,9 @@ class ConvDepthwiseVolumeWeights(DepthwiseVolumeSolver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config)
         is_sensible = tiling.is_economical(config) & (tiling.turns < 2 * tiling.items)
-        is_sensible &= tiling.split_k.bytes <= max(_MOST_WORKSPACE_BYTES, problem.x.bytes)
         is_valid: bool = (
-            (is_config(config, _FALLBACK) | is_sensible)
+            (self.is_fallback(config) | is_sensible)
+            & (tiling.split_k.bytes <= max(_MOST_WORKSPACE_BYTES, problem.x.bytes))
             & tiling.fits
             & tiling.holds(tiling.registers, device)
             & (tiling.products <= _MOST_PRODUCTS)

@@ -11,7 +11,7 @@ import pytest
 
 import miofind.bench.comparison as comparison
 import miofind.bench.rivals as module
-from miofind import Handle, ProblemDescription
+from miofind import Handle, ProblemDescription, find_solutions
 from miofind.bench.ceilings import Ceilings
 from miofind.bench.comparison import BenchRow, bench, network_times
 from miofind.bench.rivals import Rival
@@ -133,28 +133,40 @@ class FakeHandle:
     """Says which invoker was asked for."""
 
     def invoker(self, problem: ProblemDescription, solver_id: str, config: str) -> str:
-        return f"{solver_id} {config} {problem.epilogue}"
+        return f"{solver_id} {config} {problem.spatial_dims}-d {problem.epilogue}"
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, rival: Rival, problem: ProblemDescription, found: int = 2) -> Any:
-    def find(asked: ProblemDescription, *, options: FindOptions, handle: Any) -> list[Any]:
+    def look_up(asked: ProblemDescription, options: FindOptions, handle: Any) -> list[Any]:
         assert [name.lower() for name in options.only] == ["convcudnn"]
         assert options.exclude == ()
-        own = SimpleNamespace(prepare=lambda: f"own {asked.epilogue}")
-        passed = SimpleNamespace(solver_id="ConvCudnn+Pointwise", config="best", runner=None)
-        return [passed, SimpleNamespace(solver_id="ConvCudnn", config="best", runner=own)][:found]
+        own = SimpleNamespace(prepare=lambda: f"own {asked.spatial_dims}-d {asked.epilogue}")
+        passed = SimpleNamespace(solver_id="ConvCudnn+Pointwise", config=f"best {asked.spatial_dims}-d", runner=None)
+        return [passed, SimpleNamespace(solver_id="ConvCudnn", config=f"best {asked.spatial_dims}-d", runner=own)][
+            :found
+        ]
 
-    monkeypatch.setattr(module, "find_solutions", find)
+    monkeypatch.setattr(module.records, "look_up", look_up)
     options = FindOptions(only="plain", exclude="ConvDirectNaive")
     return module.runnable(rival, problem, options, FakeHandle())  # type: ignore[arg-type]
 
 
 def test_one_pass_is_cudnns_best_bare_solution_and_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, Rival.ONE_PASS, fused("bias.relu")) == "ConvCudnn+Pointwise best bias.relu"
-    assert choose(monkeypatch, Rival.ONE_PASS, fused(None)) == "own ", "a bare problem needs no pass"
-    assert choose(monkeypatch, Rival.CUDNN, fused("bias.relu")) == "own bias.relu"
+    assert choose(monkeypatch, Rival.ONE_PASS, fused("bias.relu")) == "ConvCudnn+Pointwise best 2-d 2-d bias.relu"
+    assert choose(monkeypatch, Rival.ONE_PASS, fused(None)) == "own 2-d ", "a bare problem needs no pass"
+    assert choose(monkeypatch, Rival.CUDNN, fused("bias.relu")) == "own 2-d bias.relu"
     with pytest.raises(NoSolutionError, match=r"no kernel that applies epilogue bias\.relu"):
         choose(monkeypatch, Rival.CUDNN, fused("bias.relu"), found=1)
+
+
+def test_cudnn_is_asked_for_what_its_configuration_then_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of slices is images, but with a channel bias, a row of which is of a whole volume."""
+    volume = {"x": (2, 8, 4, 9, 9), "w": (4, 8, 1, 3, 3), "layout": "NDHWC"}
+    for epilogue, dims in (("bias.relu", 2), ("channel_bias.relu", 3)):
+        problem = ProblemDescription.convolution(**volume, epilogue=epilogue)  # type: ignore[arg-type]
+        composed = f"ConvCudnn+Pointwise best {dims}-d {dims}-d {epilogue}"
+        assert choose(monkeypatch, Rival.ONE_PASS, problem) == composed
+        assert choose(monkeypatch, Rival.CUDNN, problem) == f"own {dims}-d {epilogue}"
 
 
 def test_rivals_are_timed_in_turn_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -165,7 +177,7 @@ def test_rivals_are_timed_in_turn_and_what_fails_is_told(monkeypatch: pytest.Mon
             raise LaunchError("PyTorch takes none")
         if rival is Rival.CUDNN:
             raise NoSolutionError("no engine")
-        return module.find_solutions(problem, options=options, handle=handle)[0].runner.prepare()
+        return find_solutions(problem, options=options, handle=handle)[0].runner.prepare()
 
     found: list[Rival] = []
     ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})

@@ -15,8 +15,8 @@ from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.reference.convolution import reference_on_host
-from miofind.solver.registry import Registry
-from miofind.solver.solver import Solver
+from miofind.solvers.depthwise.volume import ConvDepthwiseVolume
+from miofind.solvers.depthwise.volume_weights import ConvDepthwiseVolumeWeights
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -36,6 +36,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dilation": {"x": (1, 16, 11, 13, 12), "w": (16, 1, 3, 3, 3), "padding": (2, 3, 1), "dilation": (2, 3, 1)},
     "no_tap_meets": {"x": (2, 8, 5, 9, 9), "w": (8, 1, 1, 1, 1), "stride": (2, 3, 3)},
     "planes": {"x": (2, 16, 4, 13, 14), "w": (16, 1, 1, 3, 3), "padding": (0, 1, 1)},
+    "narrow_tiles": {"x": (1, 12, 9, 19, 23), "w": (12, 1, 5, 5, 5), "padding": 2, "stride": 2},
+    "few_copies": {"x": (2, 6, 7, 18, 21), "w": (6, 1, 7, 7, 7), "padding": 3, "stride": (1, 2, 2)},
+    "patches": {"x": (1, 5, 8, 17, 19), "w": (5, 1, 3, 3, 3), "padding": 1, "stride": (1, 4, 4)},
     "frames": {"x": (2, 16, 9, 8, 7), "w": (16, 1, 5, 1, 1), "padding": (2, 0, 0)},
 }
 EPILOGUES = {
@@ -49,9 +52,9 @@ def make(shape: str, layout: Layout, **fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**given, groups=given["x"][1], layout=layout, **fields)
 
 
-def solver_of(problem: ProblemDescription) -> Solver:
-    weights = problem.direction is Direction.BACKWARD_WEIGHTS
-    return Registry.default().named("ConvDepthwiseVolumeWeights" if weights else "ConvDepthwiseVolume")
+def solver_of(problem: ProblemDescription) -> ConvDepthwiseVolume | ConvDepthwiseVolumeWeights:
+    is_of_weights = problem.direction is Direction.BACKWARD_WEIGHTS
+    return ConvDepthwiseVolumeWeights() if is_of_weights else ConvDepthwiseVolume()
 
 
 @pytest.mark.parametrize("layout", [Layout.NCDHW, Layout.NDHWC])
@@ -65,7 +68,8 @@ def test_volumes_pass_both_gates(
     solver = solver_of(problem)
     answer = solver.applicability(problem, device)
     assert answer, answer.reason
-    check_gates(solver, problem, device, compiler, list(spread(solver, problem, device, 3, defaults=3)))
+    fallbacks = [config for config in solver.fallbacks if solver.is_valid_config(problem, device, config)]
+    check_gates(solver, problem, device, compiler, [*spread(solver, problem, device, 3, defaults=3), *fallbacks])
 
 
 @pytest.mark.parametrize("layout", [Layout.NCDHW, Layout.NDHWC])
@@ -85,14 +89,15 @@ def test_epilogues_pass_both_gates(
 
 @pytest.mark.parametrize("layout", [Layout.NCDHW, Layout.NDHWC])
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+@pytest.mark.parametrize("shape", ["images_stride", "stride", "dilation", "5x5x5", "patches"])
 def test_infinities_stay_where_they_are_met(
-    direction: Direction, layout: Layout, device: Device, compiler: Compiler
+    shape: str, direction: Direction, layout: Layout, device: Device, compiler: Compiler
 ) -> None:
     """Tiles that reach beyond a volume, and planes between residues, leave none elsewhere."""
-    problem = make("images_stride", layout, direction=direction, dtype=DataType.FLOAT16)
+    problem = make(shape, layout, direction=direction, dtype=DataType.FLOAT16)
     inputs = {name: np.abs(values) + 1 for name, values in integers(problem, seed=3).items()}
     volume = inputs["y" if direction is Direction.BACKWARD_DATA else "x"]
-    volume[1, 5, 4, -1, -1] = volume[0, 7, 0, 4, 0] = np.inf
+    volume[-1, 2, -1, -1, -1] = volume[0, 4, 0, 1, 0] = np.inf
     with np.errstate(invalid="ignore", over="ignore"):
         expected = reference_on_host(problem, **inputs)
     for config in spread(solver_of(problem), problem, device, 4, defaults=2):
@@ -102,13 +107,15 @@ def test_infinities_stay_where_they_are_met(
 
 
 def test_weights_are_the_same_bits_on_every_run(device: Device, compiler: Compiler) -> None:
+    """With splits, whose partials a second kernel adds up."""
     problem = make("several_tiles", Layout.NCDHW, direction=Direction.BACKWARD_WEIGHTS, dtype=DataType.FLOAT32)
     generator = np.random.default_rng(4)
     inputs = {
         name: generator.standard_normal(problem.tensor(name).shape).astype(np.float32)
         for name in problem.direction.inputs
     }
-    config = solver_of(problem).default_configs(problem, device)[0]
+    configs = solver_of(problem).default_configs(problem, device)
+    config = next(each for each in configs if solver_of(problem).solution(problem, device, each).workspace.regions)
     run = DeviceRun.of(problem, solver_of(problem), config, device, compiler)
     results = [run.output(inputs) for _ in range(3)]
     assert all((result == results[0]).all() for result in results)

@@ -160,6 +160,7 @@ WIDEST = (
 """Epilogues of ConvImplicitGemmPingPong."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("epilogue", WIDEST)
 @pytest.mark.parametrize("first", ["", "output", "all"])

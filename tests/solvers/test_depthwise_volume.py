@@ -185,7 +185,12 @@ def test_pitches_have_the_fewest_conflicts(step: int, lanes: int) -> None:
         ({"groups": 4, "w": (8, 2, 3, 3, 3)}, "one filter a channel"),
         ({"stride": (2, 1, 1), "dilation": (2, 1, 1)}, "by stride or by dilation"),
         ({"stride": (1, 2, 1), "dilation": (1, 2, 1), "direction": "backward_data"}, "by stride or by dilation"),
-        ({"w": (8, 1, 3, 21, 21), "padding": (1, 10, 10)}, "too large for a thread"),
+        ({"x": (2, 8, 9, 91, 91), "stride": (1, 9, 9), "dtype": "float16"}, "no tile fits"),
+        ({"stride": 7, "direction": "backward_data"}, "no tile fits"),
+        (
+            {"x": (1, 8, 1021, 512, 512), "layout": "NDHWC", "stride": (1, 2, 2)},
+            "tiles of (1, 8, 1021, 512, 512) reach",
+        ),
         ({"layout": {"x": "NCDHW", "w": "NCDHW", "y": "NDHWC"}}, "one layout"),
         ({"padding": (1, 1, 2**21), "stride": (1, 1, 2**12)}, "padding"),
     ],
@@ -194,6 +199,27 @@ def test_what_the_kernels_cannot_do_is_refused(fields: dict[str, object], words:
     given = {"x": (2, 8, 9, 30, 30), "w": (8, 1, 3, 3, 3), "padding": 1, "groups": 8} | fields
     problem = ProblemDescription.convolution(**given)  # type: ignore[arg-type]
     assert words in solver_of(problem).applicability(problem, H200).reason
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x": (2, 12, 8, 28, 27), "w": (12, 1, 7, 7, 7), "padding": 3, "stride": (1, 2, 2)},
+        {"x": (2, 13, 9, 28, 27), "w": (13, 1, 5, 5, 5), "padding": 2, "stride": 2},
+        {"x": (2, 16, 16, 29, 29), "w": (16, 1, 3, 3, 3), "padding": 1, "stride": 3},
+        {"x": (2, 12, 9, 28, 29), "w": (12, 1, 3, 3, 3), "padding": 1, "stride": (1, 4, 4)},
+        {"x": (1, 8, 1021, 512, 512), "w": (8, 1, 3, 3, 3), "padding": 1, "stride": (1, 2, 2)},
+    ],
+)
+def test_odd_widths_and_wide_strides_have_a_tile(fields: dict[str, object], direction: Direction) -> None:
+    """Channels first, where threads copy single elements to shared memory, and registers are many."""
+    groups = fields["x"][1]  # type: ignore[index]
+    for dtype in (DataType.FLOAT16, DataType.FLOAT32):
+        problem = ProblemDescription.convolution(**fields, groups=groups, dtype=dtype, direction=direction)  # type: ignore[arg-type]
+        answer = solver_of(problem).applicability(problem, H200)
+        assert answer, answer.reason
+        assert solver_of(problem).default_configs(problem, H200)
 
 
 def test_images_are_left_to_the_solvers_of_images() -> None:
