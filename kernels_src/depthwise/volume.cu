@@ -30,6 +30,16 @@ static_assert(SHARED_BYTES == 4 * round_up(kFilters, 4) +
                                   static_cast<int>(sizeof(ELEMENT)) * (kStages * kPlane + round_up(kResults, 8)),
               "SHARED_BYTES differs from this layout: the solver computes another");
 
+// Whether where results go is computed anew for each plane: kept in registers, these spill where a thread loads more
+// than its sums, or where multiplications in pairs hold their factors twice.
+#ifdef EPILOGUE
+constexpr bool kForgets = kHasResidual || kHasSaved;
+#elif __CUDA_ARCH__ >= 1000
+constexpr bool kForgets = true;
+#else
+constexpr bool kForgets = false;
+#endif
+
 constexpr int kPhases = phases(FILTER_D * (ROLLED ? 1 : FILTER_H) * FILTER_W * TILE_ROWS * TILE_COLUMNS * kVector);
 using Accumulators = float[kSpan][kOutPlanes][Rows::kOuts][Columns::kOuts][kVector];
 using RowFilters = float[kRowTaps][kVector];
@@ -167,8 +177,10 @@ __device__ __forceinline__ void write_plane(const Results& results,
                                             ELEMENT* staged) {
 #endif
   constexpr int kColumnStep = kChannelsLast ? 1 : OUT_VECTOR, kCount = kChannelsLast ? kVector : OUT_VECTOR;
-  const int rows = opaque(results.rows), columns = opaque(results.columns);
-  const int row_step = opaque(results.row_step), pixel_step = opaque(results.pixel_step);
+  const int rows = kForgets ? opaque(results.rows) : results.rows;
+  const int columns = kForgets ? opaque(results.columns) : results.columns;
+  const int row_step = kForgets ? opaque(results.row_step) : results.row_step;
+  const int pixel_step = kForgets ? opaque(results.pixel_step) : results.pixel_step;
 #pragma unroll
   for (int row = 0; row < Rows::kOuts; ++row)
 #pragma unroll

@@ -96,7 +96,6 @@ class _Tiling(VolumeTiling):
             + ceil_div(tile * self.itemsize, 4)
             + self.width.window(self.columns) * self.vector
             + self.copy_registers
-            + self.copies  # addresses
             + 44
         )
 
@@ -253,7 +252,7 @@ class ConvDepthwiseVolumeWeights(DepthwiseVolumeSolver):
             (self.is_fallback(config) | is_sensible)
             & (tiling.split_k.bytes <= max(_MOST_WORKSPACE_BYTES, problem.x.bytes))
             & tiling.fits
-            & tiling.holds(tiling.registers, device)
+            & tiling.holds(tiling.registers + tiling.copies, device)  # with the address of each copy
             & (tiling.products <= _MOST_PRODUCTS)
             & (tiling.shared_bytes <= (device.shared_bytes or MOST_SHARED_BYTES))
         )
