@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
+from miofind.find.combinations import AnswersOfCombination
 from miofind.find.lookup.failures import newest_rows, newest_statuses
 from miofind.find.lookup.scopes import (
     WIDE_BOUNDS,
@@ -259,7 +260,9 @@ class _Request(NamedTuple):
     def _serving(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the solvers that do not refuse the problem."""
         refused, registry = self.handle.refusals(self.problem), self.handle.registry
-        return tuple(name for name in sorted(names) if refused.may_serve(registry[name]))
+        known = AnswersOfCombination.of(registry, self.problem, self.handle.device)
+        likely = (name for name in sorted(names) if known[inner_id(name)].answer)  # the others are not imported for it
+        return tuple(name for name in likely if refused.may_serve(registry[name]))
 
 
 def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
