@@ -19,6 +19,7 @@ from miofind.compiler import CompilePool
 from miofind.errors import NoSolutionError
 from miofind.options import FindMode, FindOptions
 from miofind.suites import SuiteProblem
+from miofind.tune.precompiler import Precompiler
 
 DEPTHWISE = ProblemDescription.convolution(x=(4, 8, 9, 9), w=(8, 1, 3, 3), groups=8)
 POINTWISE = ProblemDescription.convolution(x=(4, 8, 9, 9), w=(8, 8, 1, 1))
@@ -121,6 +122,25 @@ def test_all_are_found_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_
         )
     assert events == ["found", "found", "closed", "timed", "row", "timed", "row", "closed"]
     assert [row.solution is not None for row in rows] == [True, True]
+
+
+def test_volumes_are_measured_and_compiled_ahead_as_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    volumes = [ProblemDescription.convolution(x=(4, 8, 3, 9, 9), w=(k, 8, 3, 1, 1)) for k in (4, 8)]
+    prepared: list[ProblemDescription] = []
+    measured: list[ProblemDescription] = []
+
+    def refused(problem: ProblemDescription, *_: Any, **__: Any) -> None:
+        measured.append(problem)
+        raise NoSolutionError("nothing")
+
+    ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
+    monkeypatch.setattr(module, "measure", refused)
+    monkeypatch.setattr(Precompiler, "prepare", lambda _, problems, handle: prepared.extend(problems))
+    entries = [SuiteProblem(problem=volume, suite="a", layer="b", count=1) for volume in volumes]
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle, CompilePool(workers=1) as pool:
+        bench(entries, handle, FindOptions(), pool=pool, ceilings=ceilings)
+    assert measured == [volume.flattened for volume in volumes]
+    assert prepared == measured[1:]
 
 
 def test_the_command_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

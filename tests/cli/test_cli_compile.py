@@ -9,6 +9,8 @@ import pytest
 from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.compiler import Binary, Compiler
+from miofind.core.problem import ProblemDescription
+from miofind.driver.line import driver_line
 from miofind.errors import CompileError
 from miofind.solver.steps import KernelStep
 
@@ -40,17 +42,32 @@ def test_kernels_of_a_fused_problem_are_those_of_both_forms() -> None:
     assert sorted(sources) == ["direct/naive.cu", "direct/naive.cu", "pointwise/epilogue_pass.cu"]
 
 
-def test_search_compiles_more_than_the_defaults_and_likely_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[KernelStep] = []
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[KernelStep]:
+    """What was to be compiled, and is not."""
+    asked_for: list[KernelStep] = []
 
     def build_all(
         _: object, steps: Iterator[KernelStep], arch: str, **__: object
     ) -> Iterator[tuple[KernelStep, Binary]]:
         for step in steps:
-            built.append(step)
+            asked_for.append(step)
             yield step, Binary(key="", cubin=b"", path=None, resources={}, log="")
 
     monkeypatch.setattr(Compiler, "build_all", build_all)
+    return asked_for
+
+
+def test_kernels_of_a_volume_are_those_of_its_images(built: list[KernelStep]) -> None:
+    volume = ProblemDescription.convolution(x=(2, 4, 3, 6, 5), w=(6, 4, 3, 1, 1), padding=(1, 0, 0))
+    asked = ("--arch", "90a", "--only", "ConvDirectNaive")
+    run("compile", driver_line(volume), *asked)
+    of_volume = built.copy()
+    run("compile", driver_line(volume.flattened), *asked)
+    assert built == 2 * of_volume != []
+
+
+def test_search_compiles_more_than_the_defaults_and_likely_less(built: list[KernelStep]) -> None:
     asked = ("compile", *FORWARD, "--arch", "90a", "--only", "plain")
     defaults = len(run_json(*asked)["kernels"])
     searched = len(run_json(*asked, "--search")["kernels"])

@@ -95,6 +95,14 @@ def test_coverage_tells_fused_layers_from_bare_ones() -> None:
     assert (suite.suite, suite.layers, set(suite.answered.values())) == ("resnet50_fused", 24, {24})
 
 
+def test_layers_of_volumes_are_covered_by_their_images() -> None:
+    problems = [entry.problem.flattened for entry in load_suite("wild_3d").problems()]
+    found = [ProblemKey(device="D", network_config=problem.network_config) for problem in problems]
+    (held,) = coverage(found, [SuiteLayers("wild_3d")])
+    (suite,) = held.suites
+    assert sum(suite.answered.values()) == len(problems)
+
+
 def test_the_table_of_suites(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answered = [
         key

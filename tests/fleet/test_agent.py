@@ -20,7 +20,7 @@ from miofind.device.device import Device
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.finddb import History, ProblemKey, Store
 from miofind.fleet import health, link
-from miofind.fleet.agent import AgentEnd, FleetAgent
+from miofind.fleet.agent import AgentEnd, FleetAgent, Member
 from miofind.fleet.campaign_options import options_of
 from miofind.fleet.campaigns import set_paused, submit
 from miofind.fleet.database import FleetDatabase
@@ -33,7 +33,8 @@ from miofind.runtime.handle import Handle
 from miofind.solver.registry import Registry
 from miofind.suites import SuiteProblem
 from miofind.tune import device_processes
-from miofind.tune.values import TuneOptions
+from miofind.tune.values import TuneFinished, TuneOptions, TuneStarted
+from miofind.tune.worker import tuned
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -117,6 +118,27 @@ def test_jobs_become_rows_on_the_server(host: Host, monkeypatch: pytest.MonkeyPa
     assert 'outcome="solved"} 4' in text_now
     assert 'miofind_jobs_held{stage="measured"} 0' in text_now
     assert {key.network_config for key, _ in host.rows()} == {each.problem.network_config for each in PROBLEMS}
+
+
+def test_a_volume_becomes_rows_of_images_on_the_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a wrong canary would have doubted."""
+    monkeypatch.setattr(Member, "follows_canaries", True)
+    volume = ProblemDescription.convolution(x=(1, 2, 3, 5, 5), w=(2, 2, 3, 1, 1))
+    submit(host.database, REQUEST, named([volume]))
+    agent = host.agent()
+    (member,) = agent.members
+    (handle,) = member._processes._handles
+    agent.link.devices = agent._devices()
+    agent.link._step()
+    task = member.tasks.take(member.kind.device)
+    assert task is not None
+    member._take(TuneStarted(device=0, task=task))
+    member._take(TuneFinished(device=0, task=task, result=tuned(task, handle, task.options or OPTIONS)))
+    agent._courier.merge()
+    assert {key.network_config for key, _ in host.rows()} == {volume.flattened.network_config}
+    (measured,) = member.unproven
+    assert {*measured.rows(host.server)} == {row for _, row in host.rows()} != set()
+    agent._outbox.close()
 
 
 def test_what_the_server_knows_is_not_measured_again(host: Host, tmp_path: Path) -> None:

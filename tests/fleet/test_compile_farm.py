@@ -15,12 +15,14 @@ from helpers.commands.fleet_jobs import problems, submitted
 from sqlalchemy import text
 
 from miofind.compiler import BinaryCache, CompilePool, Compiler
+from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find.wanted_kernels import kernels_of
 from miofind.fleet.binary_store import BinaryStore, SharedCache
-from miofind.fleet.campaigns import set_paused
+from miofind.fleet.campaigns import set_paused, submit
 from miofind.fleet.compile_farm import CompileFarm, FarmEnd
 from miofind.fleet.database import FleetDatabase
+from miofind.fleet.queue import Queue
 from miofind.fleet.values import CampaignRequest, Kind
 from miofind.options import FindOptions
 from miofind.solver.registry import Registry
@@ -29,6 +31,7 @@ from miofind.tune.values import TuneOptions
 SECRET = b"0123456789abcdef"
 KIND = Kind(device="NVIDIA A|108|8.0|", stack="s1")
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvDirectNaive",)))
+VOLUME = ProblemDescription.convolution(x=(1, 2, 4, 4, 4), w=(2, 2, 1, 1, 1))
 REQUEST = CampaignRequest(name="nightly", options=OPTIONS)
 
 
@@ -61,6 +64,17 @@ def test_what_waits_is_compiled_once_and_paused_campaigns_are_not(database: Flee
     second = cache(tmp_path, "second")
     assert CompileFarm(database, Compiler(second)).run(until_idle_s=0.0).kernels == 1
     assert (second.fetched, second.published) == (1, 0)
+
+
+def test_of_a_volume_the_kernels_of_its_images_are_compiled(database: FleetDatabase, tmp_path: Path) -> None:
+    solver, volume = Registry.default()["ConvDirectTiled"], replace(problems(1)[0], problem=VOLUME)
+    assert not solver.applicability(VOLUME, Device.virtual("80")), "it serves images alone"
+    options = TuneOptions(find=FindOptions(only=(solver.id,)))
+    submit(database, replace(REQUEST, options=options), [volume])
+    Queue(database).enrol(KIND)
+    farm = CompileFarm(database, Compiler(BinaryCache(tmp_path)))
+    assert farm.compile_waiting()
+    assert farm.end.kernels > 0
 
 
 def test_a_process_that_compiles_ahead_asks_the_store(tmp_path: Path) -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.commands.cli_runner import run
+from helpers.commands.cli_runner import run, run_json
 
 import miofind
 from miofind.cli.coverage import _is_answered
 from miofind.device.device import Device
+from miofind.driver.line import driver_line
 from miofind.errors import InvalidArrayError, LaunchError, NoSolutionError
 from miofind.evaluate.executors import InProcess
 from miofind.find.measuring import measure
+from miofind.find.pipeline import looked_up
 from miofind.launch.invoker import Invoker
 from miofind.options import FindEnforce, FindMode, OnMiss
 from miofind.reference.convolution import reference_on_host
 from miofind.runtime.solution import Source
+from miofind.solver.solver import Solver
 from miofind.suites import SuiteProblem
+from miofind.tune.forecast import forecast
 from miofind.tune.service import tune
 from miofind.tune.values import TuneOptions, TuneStatus
 
@@ -35,6 +41,18 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
     with miofind.Handle("cpu", database=tmp_path / "found.db", strict=True) as made:
         yield made
+
+
+@pytest.fixture
+def images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No solver may be asked of volumes: many with kernels serve images alone."""
+    checked = Solver.check_config
+
+    def check_config(solver: Solver, problem: miofind.ProblemDescription, *given: Any) -> None:
+        assert problem.flattened is problem
+        checked(solver, problem, *given)
+
+    monkeypatch.setattr(Solver, "check_config", check_config)
 
 
 def array_of(problem: miofind.ProblemDescription, name: str, seed: int = 0) -> np.ndarray:
@@ -53,6 +71,7 @@ def given_for(problem: miofind.ProblemDescription) -> dict[str, np.ndarray]:
     return {"dy" if name == "y" and backward else name: array for name, array in names}
 
 
+@pytest.mark.usefixtures("images_alone")
 @pytest.mark.parametrize("problem", [VOLUME, SLICES], ids=["temporal", "slices"])
 @pytest.mark.parametrize("direction", list(miofind.Direction))
 def test_each_solution_runs_on_arrays_of_volumes(
@@ -107,6 +126,26 @@ def test_one_find_answers_volumes_and_their_images(handle: miofind.Handle, monke
     assert [each is other for each, other in zip(kept, answers[0], strict=True)] == [True] * len(kept)
     again = miofind.find_many(problems, handle=handle)
     assert again[0][0] is kept[0]
+
+
+def test_volumes_and_their_images_are_measured_once(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    measured_by = InProcess.run
+    monkeypatch.setattr(InProcess, "run", lambda self, job: measured.append(job) or measured_by(self, job))
+    options = miofind.FindOptions(find_mode=FindMode.NORMAL, only=("ConvCpuDirect",))
+    miofind.find_many([VOLUME, VOLUME.flattened], options=options, handle=handle)
+    assert len(measured) == 1
+
+
+def test_what_is_looked_up_and_what_ties_are_of_images(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_images = miofind.find_solutions(VOLUME.flattened, handle=handle)
+    found = looked_up(VOLUME, miofind.FindOptions(), handle, queue=False)
+    assert found is not None
+    assert [each.id for each in found] == [each.id for each in of_images]
+    asked: list[str] = []
+    monkeypatch.setattr(type(handle.database), "histories", lambda *given: asked.append(given[-1]) or ())
+    assert not found[0].ties_with_best
+    assert asked == [VOLUME.flattened.network_config]
 
 
 def test_many_are_answered_from_memory_whatever_becomes_of_the_rows(
@@ -169,21 +208,35 @@ def test_a_call_with_an_epilogue(handle: miofind.Handle) -> None:
     np.testing.assert_allclose(told.sum, plain.sum((0, 2, 3, 4)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("images_alone")
 def test_it_is_packed_saved_and_loaded(handle: miofind.Handle, tmp_path: Path) -> None:
-    x, w = array_of(SLICES, "x"), array_of(SLICES, "w")
-    for place, solution in enumerate(miofind.find_solutions(SLICES, handle=handle)):
+    problem = miofind.ProblemDescription.convolution(x=(2, 16, 1, 6, 5), w=(6, 16, 1, 3, 3), padding=(0, 1, 1))
+    x, w = array_of(problem, "x"), array_of(problem, "w")
+    packed_bytes = 0
+    for place, solution in enumerate(miofind.find_solutions(problem, handle=handle)):
         expected = miofind.run_solution(solution, x, w)
-        np.testing.assert_array_equal(solution.pack(w).run(x), expected)
+        packed = solution.pack(w)
+        packed_bytes += packed.packed_bytes
+        np.testing.assert_array_equal(packed.run(x), expected)
         solution.save(tmp_path / f"{place}.json")
         loaded = miofind.Solution.load(tmp_path / f"{place}.json", handle)
-        assert loaded.problem == SLICES
+        assert loaded.problem == problem
         np.testing.assert_array_equal(miofind.run_solution(loaded, x, w), expected)
+    assert packed_bytes > 0
+
+
+def test_solvers_are_asked_of_images_for_the_alignment(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No solver of miofind has another for volumes; those of other packages may, and need not know volumes."""
+    runner = miofind.find_solutions(VOLUME, handle=handle)[0].runner
+    monkeypatch.setattr(Solver, "tensor_alignment", lambda _, problem: 16 if problem == VOLUME.flattened else 64)
+    assert runner.alignment_bytes == 16
 
 
 def test_it_falls_back_to_the_next(
     handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, *_ = miofind.find_solutions(VOLUME, handle=handle)
+    options = miofind.FindOptions(only=("ConvCpuIm2colGemm",))  # none of which needs more workspace than another
+    first, second, *_ = miofind.find_solutions(VOLUME, options=options, handle=handle)
     launched = type(first.prepare().runner.prepare()).run
 
     def failing(self: Invoker, *given: Any) -> None:
@@ -227,3 +280,52 @@ def test_a_tuning_reports_of_volumes_and_records_images(handle: miofind.Handle) 
     assert recorded == {VOLUME.flattened.network_config, SLICES.flattened.network_config}
     again = tune(requests, [handle], TuneOptions())
     assert {result.status for result in again.results} == {TuneStatus.KNOWN}
+    assert forecast(requests, [handle], TuneOptions()).known == 2
+
+
+def test_volumes_are_rechecked_where_rows_of_their_images_are_stale(handle: miofind.Handle) -> None:
+    request = SuiteProblem(problem=VOLUME, suite="", layer="", count=1)
+    tune([request], [handle], TuneOptions())
+    key = handle.device.identity, VOLUME.flattened.network_config
+    history = handle.database.user.history(*key)
+    assert history is not None
+    stale = [replace(row, environment="", created_at="", id="") for row in history.rows]
+    handle.database.record(*key, stale, environment={"driver": "an older one"})
+    assert [result.request for result in tune([request], [handle], TuneOptions(recheck=True)).results] == [request]
+
+
+@pytest.mark.usefixtures("images_alone")
+def test_commands_tell_of_what_is_recorded_of_images(tmp_path: Path) -> None:
+    line, here = driver_line(VOLUME), ("--db", str(tmp_path / "found.db"))
+    run("run", line, "--verify", "--device", "cpu", *here)
+    one = ("find", line, "--device", "cpu", "--only", "ConvCpuDirect", *here)
+    (found,) = run_json(*one)["problems"]
+    assert found["measured"] > len(found["solutions"]) == 1
+    assert run(*one).stdout.endswith(f" {VOLUME.flattened.network_config}` lists them\n")
+    (shown,) = run_json("db", "show", line, *here)["problems"]
+    assert shown["network_config"] == VOLUME.flattened.network_config
+    asked = ("--arch", "90a", "--only", "ConvDirectTiled")
+    (of_volume,), (of_images,) = (
+        run_json("solvers", driver_line(problem), *asked)["problems"] for problem in (VOLUME, VOLUME.flattened)
+    )
+    assert of_volume["solvers"] == of_images["solvers"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "command"),
+    [
+        ("run", "failed_outcomes", ("run",)),
+        ("run", "Timer", ("run",)),
+        ("null_test", "null_test", ("db", "null-test", "--pairs", "1")),
+    ],
+)
+def test_commands_compute_images(
+    module: str, name: str, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "found.db"))
+    place = importlib.import_module(f"miofind.cli.{module}")
+    asked: list[miofind.ProblemDescription] = []
+    function = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda problem, *given: asked.append(problem) or function(problem, *given))
+    run(*command, driver_line(VOLUME), "--device", "cpu", code=None)
+    assert asked == [VOLUME.flattened]

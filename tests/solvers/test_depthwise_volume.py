@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
+from helpers.problems.struct_fields import fields_of
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, KernelStep
+from miofind.solver.structs import Struct
 from miofind.solvers.depthwise.channels_last_rows import bank_conflicts
 from miofind.solvers.depthwise.volume_tiling import VolumeAxis, best_pitch, wavefronts
 
@@ -164,6 +170,75 @@ def test_windows_hold_what_units_meet(backward: bool, taps: int, stride: int, di
                 assert 0 <= at - first < axis.window(1)
                 met.add(at - axis.first)
     assert max(met) < axis.window(4)
+
+
+def marched(
+    volume: Mapping[str, Any], taps: int, stride: int, *, backward: bool
+) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """What blocks write, as `March` of volume.cuh and the loop of volume.cu walk the depth.
+
+    Each has its unit, its plane, and the pairs of a plane that was met and the tap that joins both.
+    """
+    span, in_planes, out_planes = -(-taps // stride), 1 if backward else stride, stride if backward else 1
+    for residue, part in itertools.product(range(volume["residues"]), range(volume["parts"])):
+        first = volume["first_unit"] + part * volume["part_units"]
+        units = min(first + volume["part_units"], volume["end_unit"]) - first
+        planes = units + span - 1 if backward else stride * (units - 1) + taps
+        lead = span - 1 if backward else 0
+        first_in = volume["first_in"] + residue + volume["in_step"] * (in_planes * first - lead)
+        first_out = volume["first_out"] + residue + volume["out_step"] * out_planes * first
+        met = defaultdict(list)
+        for iteration in range(units + span - 1):
+            for plane in range(iteration * in_planes, (iteration + 1) * in_planes):
+                at = first_in + volume["in_step"] * plane
+                if plane >= planes or not 0 <= at < volume["in_size"][0]:
+                    continue
+                for slot, out in itertools.product(range(span), range(out_planes)):
+                    tap = stride * (span - 1 - slot) + out if backward else stride * slot + plane % in_planes
+                    if tap < taps:
+                        met[iteration - slot, out].append((at, tap))
+            unit = iteration - span + 1
+            for out in range(out_planes if unit >= 0 else 0):
+                at = first_out + volume["out_step"] * (out_planes * unit + out)
+                if 0 <= at < volume["out_size"][0]:
+                    yield first + unit, at, met[unit, out]
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+@pytest.mark.parametrize(
+    ("size", "taps", "stride", "dilation", "pad"),
+    [(40, 3, 1, 1, 1), (41, 3, 2, 1, 1), (43, 4, 3, 1, 5), (37, 3, 1, 2, 3), (40, 5, 2, 1, 4), (19, 2, 3, 1, 0)],
+)
+def test_marches_write_each_plane_once_with_all_its_taps(
+    direction: Direction, size: int, taps: int, stride: int, dilation: int, pad: int
+) -> None:
+    """And walk no unit in vain."""
+    problem = ProblemDescription.convolution(
+        x=(1, 8, size, 12, 12),
+        w=(8, 1, taps, 3, 3),
+        padding=(pad, 1, 1),
+        stride=(stride, 1, 1),
+        dilation=(dilation, 1, 1),
+        groups=8,
+        direction=direction,
+    )
+    backward = direction is Direction.BACKWARD_DATA
+    wanted = defaultdict(list)
+    for y, tap in itertools.product(range(problem.out_spatial[0]), range(taps)):
+        x = y * stride - pad + tap * dilation
+        if 0 <= x < size:
+            wanted[x if backward else y].append((y if backward else x, tap))
+    configs = {config["depth"]: config for config in IMAGES.drawn_configs(problem, H200, 200)}
+    parts = set()
+    for config in configs.values():
+        (volume,) = [fields_of(arg) for arg in steps(problem, config)[0].args if isinstance(arg, Struct)]
+        written = [*marched(volume, taps, stride, backward=backward)]
+        assert sorted(plane for _, plane, _ in written) == [*range(problem.output.shape[2])]
+        assert {unit for unit, _, _ in written} == {*range(volume["first_unit"], volume["end_unit"])}
+        for _, plane, pairs in written:
+            assert sorted(pairs) == sorted(wanted[plane])
+        parts.add(volume["parts"])
+    assert len(parts) > 1
 
 
 @pytest.mark.parametrize(("step", "lanes"), [(2, 4), (4, 8), (1, 7), (8, 16)])

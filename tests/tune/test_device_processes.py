@@ -240,6 +240,14 @@ def test_the_callers_handles_answer_from_what_was_measured(handles_of: HandlesOf
     assert after.time_ms == answer.rows[0].time_ms
 
 
+def test_answers_to_images_are_forgotten_where_a_volume_was_measured(handles_of: HandlesOf, faulty: Fault) -> None:
+    handles = handles_of(KIND_A, KIND_A)
+    volume = ProblemDescription.convolution(x=(1, 4, 3, 6, 5), w=(2, 4, 3, 1, 1))
+    kept = find_solutions(volume.flattened, options=OPTIONS.find, handle=handles[0])[0]
+    tune([replace(REQUESTS[0], problem=volume)], handles, replace(OPTIONS, force=True))
+    assert find_solutions(volume.flattened, options=OPTIONS.find, handle=handles[0])[0] is not kept
+
+
 def test_a_findb_in_memory_is_not_shared(faulty: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
     with (

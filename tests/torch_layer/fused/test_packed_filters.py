@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_layer.withheld_kernels import Withheld
 
 import miofind.torch
-from miofind import Handle
+from miofind import Handle, ProblemDescription
 from miofind.errors import LaunchError
+from miofind.solver.solver import Solver
 from miofind.solvers.cpu import winograd
 from miofind.torch.fused import kept_weights, module, packed_filters
 from miofind.torch.fused import plans as fused_plans
@@ -102,6 +103,28 @@ def test_filters_are_packed_once_and_calls_do_without(fused: Any, runs: Counter[
     assert runs == {WHOLE: 1, PACKS: 1, PACKED: 3}
     for each in results[1:]:
         assert torch.equal(each, results[0])
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["NCDHW", "NDHWC"])
+def test_those_of_volumes_are_packed_as_their_images_are(
+    layout: Any, runs: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a solver that serves images alone, as many with kernels do."""
+    checked = Solver.check_config
+
+    def check_config(solver: Solver, problem: ProblemDescription, *given: Any) -> None:
+        assert problem.spatial_dims == 2
+        checked(solver, problem, *given)
+
+    monkeypatch.setattr(Solver, "check_config", check_config)
+    net = nn.Sequential(nn.Conv3d(16, 20, (1, 3, 3), padding=(0, 1, 1)), nn.ReLU()).eval()
+    x, fused = images().unsqueeze(2).contiguous(memory_format=layout), miofind.torch.fuse(net)
+    with torch.no_grad():
+        results = [fused(x) for _ in range(4)]
+    for each in results:
+        torch.testing.assert_close(each.squeeze(2), right(fused, x.squeeze(2)), rtol=1e-4, atol=1e-4)
+    assert runs == {WHOLE: 1, PACKS: 1, PACKED: 3}
 
 
 @pytest.mark.usefixtures("served")

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, conv3d
 from torch_layer.withheld_kernels import Withheld
 
 import miofind.torch
 from miofind import Handle
+from miofind.core.problem import ProblemDescription
 from miofind.errors import CompileError, InvalidOptionError
+from miofind.solver.solver import Solver
 from miofind.solvers.cpu.direct import ConvCpuDirect
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.inductor.graph_pass import ConvolutionPass
@@ -250,3 +252,29 @@ def test_a_stand_in_runs_depthwise_convolutions(
         chosen = [part.solution.solver_id for plan in made.plans for part in plan.parts if part.solution]
         assert chosen.count(ConvCpuDirect.id) == runs
         assert len(chosen) == 1 + runs
+
+
+def test_stand_ins_and_kernels_of_a_volume_are_those_of_its_images(
+    handle: Handle, kernels: Withheld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, list[ProblemDescription]] = {"predicted": [], "kept_solution": []}
+    predicted, kept_solution = plans.predicted, Solver.kept_solution
+
+    def asked_to_predict(problem: ProblemDescription, *given: Any) -> Any:
+        asked["predicted"].append(problem)
+        return predicted(problem, *given)
+
+    def asked_for_steps(solver: Solver, problem: ProblemDescription, *given: Any) -> Any:
+        asked["kept_solution"].append(problem)
+        return kept_solution(solver, problem, *given)
+
+    monkeypatch.setattr(ConvCpuDirect, "is_last_resort", True)
+    monkeypatch.setattr(plans, "predicted", asked_to_predict)
+    monkeypatch.setattr(Solver, "kept_solution", asked_for_steps)
+    w = torch.randn(8, 1, 1, 3, 3)
+    with miofind.torch.use("estimate", handle=handle, devices="cpu") as made:
+        y = conv3d(X.unsqueeze(2), w, groups=4)
+        assert made.report().own_calls == 1
+    torch.testing.assert_close(y.squeeze(2), conv2d(X, w.squeeze(2), groups=4), rtol=1e-4, atol=1e-4)
+    for problems in asked.values():
+        assert {problem.spatial_dims for problem in problems} == {2}

@@ -95,6 +95,15 @@ def test_a_slower_fused_problem_speaks_for_the_bare_one_until_it_is_measured(han
     assert gain(BARE, handle) == 1.1
 
 
+def test_a_fused_volume_is_answered_as_its_images_are(handle: Handle) -> None:
+    bare, relu = (
+        ProblemDescription.convolution(x=(1, 2, 1, 3, 3), w=(2, 2, 1, 1, 1), epilogue=each.epilogue)
+        for each in (BARE, RELU)
+    )
+    compare(relu, handle, 0.5)
+    assert gain(bare, handle) == 0.5
+
+
 def test_a_fused_problem_that_is_faster_after_all_says_nothing_of_the_bare_one(handle: Handle) -> None:
     compare(RELU, handle, 0.5)
     compare(RELU, handle, 1.3)
