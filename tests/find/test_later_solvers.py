@@ -52,7 +52,7 @@ def test_later_solvers_of_other_types_or_places_are_not_imported_for_an_answer(
         asked: list[str] = []
         given = Registry.__getitem__
         monkeypatch.setattr(Registry, "__getitem__", lambda self, name: asked.append(name) or given(self, name))
-        assert records.look_up(PROBLEM, FindOptions(find_mode=FindMode.NORMAL), handle, queue=False)
+        records.look_up(PROBLEM, REQUESTS[0], handle, queue=False)
     assert "ConvCpuDirect" in asked
     assert all(name.startswith("ConvCpu") for name in asked)
 
