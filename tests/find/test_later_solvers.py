@@ -43,18 +43,17 @@ def test_an_answer_is_whole_until_a_later_solver_may_serve(tmp_path: Path, reque
         assert bool(records.look_up(PROBLEM, request_, handle)) is not (serves and bool(request_.only))
 
 
-def test_later_solvers_of_other_types_or_places_are_not_imported_for_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of the GPU's are unknown to the answer; to ask each of them would import it."""
-    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
-        miofind.find_solutions(PROBLEM, options=FindOptions(only="ConvCpuDirect"), handle=handle)
-        asked: list[str] = []
-        given = Registry.__getitem__
-        monkeypatch.setattr(Registry, "__getitem__", lambda self, name: asked.append(name) or given(self, name))
-        records.look_up(PROBLEM, REQUESTS[0], handle, queue=False)
-    assert "ConvCpuDirect" in asked
-    assert all(name.startswith("ConvCpu") for name in asked)
+def test_later_solvers_of_other_layouts_are_not_imported_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    given = Registry.__getitem__
+    monkeypatch.setattr(Registry, "__getitem__", lambda self, name: asked.append(name) or given(self, name))
+    with miofind.Handle(Device.virtual("90a"), database=":memory:") as handle:
+        scope = scopes.requested_scope(PROBLEM, REQUESTS[0], handle.device, handle.registry)
+        request = records._Request(PROBLEM, REQUESTS[0], handle, scope, frozenset(), True)
+        asked.clear()
+        late = request._serving(["ConvDepthwiseVolume", "ConvDirectNaive", "ConvDepthwiseVolume+Pointwise"])
+    assert late == ("ConvDirectNaive",)
+    assert asked == ["ConvDirectNaive"]
 
 
 class _Layers:
