@@ -161,7 +161,9 @@ def _planned_here(path: Path, payload: Mapping[str, Any], handle: Handle) -> _Pl
         computed = problem.flattened
         applicability = solver.applicability(computed, device)
         if not applicability:
-            raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here: {applicability.reason}")
+            images = f", which is computed as {computed}" if computed is not problem else ""
+            reason = f"{applicability.reason}. Find again"
+            raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here{images}: {reason}")
         solver.check_config(computed, device, config)
         steps = solver.solution(computed, device, config)
     except SolutionFileError:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import re
 import struct
 import threading
 import tracemalloc
@@ -89,7 +90,15 @@ def test_a_saved_solution_of_a_solver_for_other_problems_is_refused(saved: Path)
     config = dict(solver.default_configs(channels_last, device)[0])
     deep = miofind.ProblemDescription.convolution(x=(1, 16, 4, 4, 4), w=(16, 16, 3, 3, 3), dtype="float16")
     rewrite(saved, network_config=deep.network_config, solver_id=solver.id, config=config)
-    with pytest.raises(SolutionFileError, match="ConvImplicitGemmWgmma does not serve its problem here"):
+    with pytest.raises(SolutionFileError, match="ConvImplicitGemmWgmma does not serve its problem here: "):
+        load(saved)
+
+
+def test_a_volume_s_solution_of_before_volumes_were_images_is_refused(saved: Path) -> None:
+    volume = miofind.ProblemDescription.convolution(x=(2, 64, 4, 9, 9), w=(64, 64, 1, 1, 1), dtype="float16")
+    rewrite(saved, network_config=volume.network_config, solver_id="ConvImplicitGemmWgmmaVolume", config={})
+    told = f"does not serve its problem here, which is computed as {re.escape(str(volume.flattened))}: .* Find again"
+    with pytest.raises(SolutionFileError, match=told):
         load(saved)
 
 

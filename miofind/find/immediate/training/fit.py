@@ -178,8 +178,12 @@ class Training:
         )
 
     def _own(self, lessons: Iterable[Lesson]) -> list[Lesson]:
-        """What the device itself measured."""
-        return [each for each in lessons if each.device.identity == self.device.identity]
+        """What the device itself measured, and finds ask for: volumes that are images are asked for as these."""
+        return [
+            each
+            for each in lessons
+            if each.device.identity == self.device.identity and each.problem.flattened is each.problem
+        ]
 
     def fit(self, lessons: Sequence[Lesson], holdout: Holdout) -> Model:
         """A model of all lessons, of which nobody knows how sure it is."""
