@@ -54,7 +54,7 @@ def solutions_of(solver: Solver) -> list[ConvSolution]:
     return list(found.values())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
 def test_only_a_launch_that_waits_begins_early(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "library_version", lambda self, library: 1)

@@ -108,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", [DEVICE, replace(DEVICE, sm_count=3)], ids=["132 SMs", "3 SMs"])
 @pytest.mark.parametrize(("name", "epilogue", "direction"), CASES)
 def test_launches_compute_the_convolution(name: str, epilogue: str, direction: Direction, device: Device) -> None:

@@ -207,6 +207,7 @@ def run(step: KernelStep, memory: dict[str, Any]) -> None:
     Launch(step, memory).run()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sm_count", [132, 5, 2])
 @pytest.mark.parametrize(("fields", "direction"), CASES)
 def test_launches_compute_the_convolution(fields: dict[str, Any], direction: Direction, sm_count: int) -> None:
