@@ -25,6 +25,10 @@ from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import Registry, inner_id
 
 
+_AS_GOOD = 1.01
+"""A prediction that is slower by this factor is as good: models are off by more."""
+
+
 def predicted(
     problem: ProblemDescription,
     options: FindOptions,
@@ -217,11 +221,19 @@ class Ranked(NamedTuple):
 
 
 def ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Handle) -> list[Ranked]:
-    """Candidates with the least predicted time first."""
+    """Candidates with the least predicted time first; where it is as good as equal, kernels before calls of libraries.
+
+    A library's first call in a process takes 0.1 s.
+    """
     estimated = [Estimated(each.solver, each.config, each.estimate_ms) for each in planned]
     predictions = ranker_of(handle.device).predictions(problem, handle.device, estimated)
     found = itertools.starmap(Ranked, zip(planned, predictions, strict=True))
-    return sorted(found, key=lambda each: each.prediction.time_ms)
+    return sorted(found, key=_rank)
+
+
+def _rank(which: Ranked) -> float:
+    is_call = which.planned.solver.library is not Library.PLAIN
+    return which.prediction.time_ms * (_AS_GOOD if is_call else 1)
 
 
 def _as_solution(which: Ranked, found: SolutionList, more: int = 0) -> Solution:
