@@ -24,7 +24,6 @@ from miofind.runtime.solution import Solution, SolutionList, Source, copied, wit
 from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import Registry, inner_id
 
-
 _AS_GOOD = 1.01
 """A prediction that is slower by this factor is as good: models are off by more."""
 

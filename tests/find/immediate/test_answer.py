@@ -20,12 +20,14 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
 from miofind.errors import NoSolutionError
 from miofind.evaluate.executors import InProcess
+from miofind.find.immediate.answer import ranked
 from miofind.find.immediate.devices import described
-from miofind.find.plan import make_plan
+from miofind.find.plan import Planned, make_plan
 from miofind.find.recording import row_of
 from miofind.runtime.solution import Source
 from miofind.solver.candidate import Outcome, Status
 from miofind.solver.registry import Registry
+from miofind.solver.steps import Config
 from miofind.solver.steps import Config
 from miofind.solvers.cpu.direct import ConvCpuDirect
 
@@ -62,6 +64,25 @@ def test_what_the_finddb_lacks_is_predicted_and_ranked_with_what_it_has(
         assert (found[place].solver_id, found[place].source) == ("vendor/Later", Source.PREDICTED)
         assert [each.source for each in found].count(Source.FINDDB) == len(found) - 1 > 0
         assert [found[0].solution_list.solutions.index(each) for each in found] == list(range(len(found)))
+
+
+@pytest.mark.parametrize(("slower", "first"), [(1.005, "kernel"), (1.02, "call")])
+def test_kernels_go_before_calls_of_libraries_that_are_predicted_as_good(slower: float, first: str) -> None:
+    estimates = {"kernel": slower, "call": 1.0}
+    solvers = {name: type(name, (ConvCpuDirect,), {"id": f"vendor/{name}"})() for name in estimates}
+    type(solvers["call"]).library = Library.CUBLAS
+    with miofind.Handle("cpu", database=":memory:") as handle:
+        planned = [
+            Planned(
+                problem=PROBLEM,
+                device=handle.device,
+                solver=solver,
+                config=Config(),
+                estimate_ms=estimates[name],
+            )
+            for name, solver in solvers.items()
+        ]
+        assert ranked(planned, PROBLEM, handle)[0].planned.solver is solvers[first]
 
 
 @pytest.mark.parametrize("options", VERIFIED, ids=["hybrid", "trust_verify"])
