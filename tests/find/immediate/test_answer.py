@@ -28,7 +28,6 @@ from miofind.runtime.solution import Source
 from miofind.solver.candidate import Outcome, Status
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
-from miofind.solver.steps import Config
 from miofind.solvers.cpu.direct import ConvCpuDirect
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
