@@ -24,8 +24,9 @@ from miofind.runtime.solution import Solution, SolutionList, Source, copied, wit
 from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import Registry, inner_id
 
-_AS_GOOD = 1.01
-"""A prediction that is slower by this factor is as good: models are off by more."""
+_CALL = 1.01
+"""What a prediction of a library's call is taken for: its first takes 0.1 s, so what is as good as equal goes behind
+kernels. Models are off by more."""
 
 
 def predicted(
@@ -220,19 +221,16 @@ class Ranked(NamedTuple):
 
 
 def ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Handle) -> list[Ranked]:
-    """Candidates with the least predicted time first; where it is as good as equal, kernels before calls of libraries.
-
-    A library's first call in a process takes 0.1 s.
-    """
+    """Candidates with the least predicted time first."""
     estimated = [Estimated(each.solver, each.config, each.estimate_ms) for each in planned]
     predictions = ranker_of(handle.device).predictions(problem, handle.device, estimated)
-    found = itertools.starmap(Ranked, zip(planned, predictions, strict=True))
-    return sorted(found, key=_rank)
+    found = itertools.starmap(_ranked, zip(planned, predictions, strict=True))
+    return sorted(found, key=lambda each: each.prediction.time_ms)
 
 
-def _rank(which: Ranked) -> float:
-    is_call = which.planned.solver.library is not Library.PLAIN
-    return which.prediction.time_ms * (_AS_GOOD if is_call else 1)
+def _ranked(planned: Planned, prediction: Prediction) -> Ranked:
+    is_call = planned.solver.library is not Library.PLAIN
+    return Ranked(planned, prediction._replace(time_ms=_CALL * prediction.time_ms) if is_call else prediction)
 
 
 def _as_solution(which: Ranked, found: SolutionList, more: int = 0) -> Solution:
