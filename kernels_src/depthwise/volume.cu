@@ -30,8 +30,8 @@ static_assert(SHARED_BYTES == 4 * round_up(kFilters, 4) +
                                   static_cast<int>(sizeof(ELEMENT)) * (kStages * kPlane + round_up(kResults, 8)),
               "SHARED_BYTES differs from this layout: the solver computes another");
 
-// Whether where results go is computed anew for each plane: kept in registers, these spill where a thread loads more
-// than its sums, or where multiplications in pairs hold their factors twice.
+// Whether where results go is computed anew for each plane: kept in registers, these spill where a thread loads a
+// residual or what is saved, or without an epilogue where multiplications in pairs hold their factors twice.
 #ifdef EPILOGUE
 constexpr bool kForgets = kHasResidual || kHasSaved;
 #elif __CUDA_ARCH__ >= 1000

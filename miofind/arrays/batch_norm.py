@@ -29,7 +29,8 @@ def fold_batch_norm(
 
     With scale = gamma / sqrt(variance + epsilon), of each output channel: w * scale and (bias - mean) * scale + beta,
     computed in float64, then rounded: the weights to w's dtype, the bias to that of `bias`, to w's without one. Give a
-    float32 bias (zeros, say) to have a float32 bias.
+    float32 bias (zeros, say) to have a float32 bias. Waits for a GPU's stream where arrays are PyTorch's, unless that
+    is captured.
 
     Args:
         w: (k, c/groups, *filter), as `miofind.convolution` takes it: an array of PyTorch, CuPy or NumPy.
@@ -103,7 +104,8 @@ def _scale_and_shift(wide: Mapping[str, Any], epsilon: Any) -> tuple[Any, Any]:
 
 def _inverse_root(array: Any) -> Any:
     """1 / sqrt(array); on the host for a GPU's tensor, since PyTorch's kernel of powers takes 25 ms to load."""
-    if framework_of(array) is Framework.TORCH and array.is_cuda:
+    is_on_gpu = framework_of(array) is Framework.TORCH and array.is_cuda
+    if is_on_gpu and not sys.modules["torch"].cuda.is_current_stream_capturing():
         return (array.cpu() ** -0.5).to(array.device)
     return array**-0.5
 

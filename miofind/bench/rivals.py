@@ -3,7 +3,8 @@
 Each has the form of an invoker, so that one protocol times all. PyTorch is eager: a convolution, then a pass for each
 part of an epilogue. One pass is what compilers of networks make of a fused convolution: cuDNN's best bare convolution,
 then one element-wise kernel (here miofind's own) that applies the whole epilogue. PyTorch computes volumes as volumes;
-cuDNN's sides compute as images those that are (`ProblemDescription.flattened`), as miofind has it do, which is faster.
+cuDNN's sides compute as images those that are (`ProblemDescription.flattened`), as miofind has it do: 0.96 of its time
+as volumes in the geometric mean of 68, 3.3 times in the worst of them (an H200).
 """
 
 from __future__ import annotations

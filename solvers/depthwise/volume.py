@@ -185,6 +185,7 @@ def _time_ms(problem: ProblemDescription, tiling: _Tiling, device: Device) -> fl
 _FALLBACKS = (
     Config.of(vector=1, channels=16, rows=1, columns=2, height=4, width=8, depth=8, stages=2),
     Config.of(vector=1, channels=1, rows=1, columns=1, height=4, width=8, depth=8, stages=2),
+    Config.of(vector=1, channels=1, rows=1, columns=1, height=8, width=32, depth=8, stages=2),
 )
 _SHORT_LIST = (
     *Config.product(
@@ -196,7 +197,7 @@ _SHORT_LIST = (
             "stages": (3,),
         }
     ),
-    *_FALLBACKS,
+    _FALLBACKS[0],
 )
 
 

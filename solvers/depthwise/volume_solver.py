@@ -29,7 +29,7 @@ class DepthwiseVolumeSolver(Solver):
     """A solver on planes of volumes.
 
     Class attributes:
-        fallbacks: one of them is valid wherever the solver serves.
+        fallbacks: one of them is valid wherever the solver serves; the first is in the short list, too.
     """
 
     algorithm = Algorithm.DIRECT
@@ -39,7 +39,7 @@ class DepthwiseVolumeSolver(Solver):
 
     @abstractmethod
     def short_list(self) -> ConfigTable:
-        """Configurations that defaults are chosen among, and the fallbacks."""
+        """Configurations that defaults are chosen among, the first of the fallbacks with them."""
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_volumes(problem)).refused:
@@ -65,5 +65,11 @@ class DepthwiseVolumeSolver(Solver):
         )
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> RankedTable:
-        """The short list as far as it is valid, the least estimate first."""
-        return self.ranked_valid(problem, device, self.short_list())
+        """The short list as far as it is valid, or where nothing of it is the fallbacks, the least estimate first."""
+        ranked = self.ranked_valid(problem, device, self.short_list())
+        return ranked if len(ranked) else self.ranked_valid(problem, device, _table(self.fallbacks))
+
+
+@functools.cache
+def _table(configs: tuple[Config, ...]) -> ConfigTable:
+    return ConfigTable(configs)

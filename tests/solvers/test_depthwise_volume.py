@@ -285,6 +285,7 @@ def test_what_the_kernels_cannot_do_is_refused(fields: dict[str, object], words:
         {"x": (2, 16, 16, 29, 29), "w": (16, 1, 3, 3, 3), "padding": 1, "stride": 3},
         {"x": (2, 12, 9, 28, 29), "w": (12, 1, 3, 3, 3), "padding": 1, "stride": (1, 4, 4)},
         {"x": (1, 8, 1021, 512, 512), "w": (8, 1, 3, 3, 3), "padding": 1, "stride": (1, 2, 2)},
+        {"x": (2, 16, 9, 30, 91), "w": (16, 1, 5, 5, 5), "padding": 2, "stride": 2},
     ],
 )
 def test_odd_widths_and_wide_strides_have_a_tile(fields: dict[str, object], direction: Direction) -> None:
@@ -294,7 +295,10 @@ def test_odd_widths_and_wide_strides_have_a_tile(fields: dict[str, object], dire
         problem = ProblemDescription.convolution(**fields, groups=groups, dtype=dtype, direction=direction)  # type: ignore[arg-type]
         answer = solver_of(problem).applicability(problem, H200)
         assert answer, answer.reason
-        assert solver_of(problem).default_configs(problem, H200)
+        defaults = solver_of(problem).default_configs(problem, H200)
+        assert defaults
+        usual = [config for config in defaults if config["columns"] > 1]
+        assert not usual or usual == list(defaults), "what is for these alone is no default beside others"
 
 
 def test_images_are_left_to_the_solvers_of_images() -> None:
