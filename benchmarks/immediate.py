@@ -264,10 +264,7 @@ def against_measured(paths: Sequence[Path], arguments: argparse.Namespace) -> di
     measured = [
         each
         for each in sources.learnt
-        if each.problem.network_config in sources.first
-        and each.problem.flattened is each.problem  # finds ask for volumes that are images as these
-        and each.is_complete
-        and each.predicted
+        if each.problem.network_config in sources.first and each.is_asked_for and each.is_complete and each.predicted
     ]
     training = Training(sources.device, Registry.default())
     judged = judged_in_parts(training, sources.learnt, measured, arguments.seed)

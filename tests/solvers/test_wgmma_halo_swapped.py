@@ -108,8 +108,11 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("device", [DEVICE, replace(DEVICE, sm_count=3)], ids=["132 SMs", "3 SMs"])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param(DEVICE, marks=pytest.mark.full_matrix), replace(DEVICE, sm_count=3)],
+    ids=["132 SMs", "3 SMs"],
+)
 @pytest.mark.parametrize(("name", "epilogue", "direction"), CASES)
 def test_launches_compute_the_convolution(name: str, epilogue: str, direction: Direction, device: Device) -> None:
     """By their maps, numbers and defines, as the kernel counts with them; on few multiprocessors rings wrap around."""

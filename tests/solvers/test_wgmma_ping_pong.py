@@ -207,8 +207,7 @@ def run(step: KernelStep, memory: dict[str, Any]) -> None:
     Launch(step, memory).run()
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("sm_count", [132, 5, 2])
+@pytest.mark.parametrize("sm_count", [5, *(pytest.param(count, marks=pytest.mark.full_matrix) for count in (132, 2))])
 @pytest.mark.parametrize(("fields", "direction"), CASES)
 def test_launches_compute_the_convolution(fields: dict[str, Any], direction: Direction, sm_count: int) -> None:
     """By their maps, numbers and defines, as the kernel counts with them; on few multiprocessors rings wrap around."""

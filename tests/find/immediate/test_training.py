@@ -191,6 +191,15 @@ def test_a_known_law_is_learnt(learnt: Sequence[Lesson], monkeypatch: pytest.Mon
     assert model_bytes(model) == model_bytes(training.model(known[::-1], judged, Holdout.GEOMETRY))
 
 
+def test_volumes_that_are_images_are_not_judged(learnt: Sequence[Lesson]) -> None:
+    """Finds ask for them as images."""
+    volume = ProblemDescription.convolution(x=(2, 64, 4, 9, 9), w=(64, 64, 1, 1, 1), dtype="float16")
+    lessons = [*learnt, replace(next(each for each in learnt if each.is_complete), problem=volume)]
+    judged = Training(DEVICE, Registry.default(), has_trees=False).held_out(lessons, Holdout.GEOMETRY)
+    assert judged.lessons
+    assert volume not in {lesson.problem for lesson in judged.lessons}
+
+
 def test_a_kind_is_known_by_several_problems(learnt: Sequence[Lesson]) -> None:
     pytest.importorskip("lightgbm")
     half, others = ([each for each in learnt if each.kind.numbers == name] for name in ("float16", "bfloat16"))

@@ -178,12 +178,8 @@ class Training:
         )
 
     def _own(self, lessons: Iterable[Lesson]) -> list[Lesson]:
-        """What the device itself measured, and finds ask for: volumes that are images are asked for as these."""
-        return [
-            each
-            for each in lessons
-            if each.device.identity == self.device.identity and each.problem.flattened is each.problem
-        ]
+        """What the device itself measured of what finds ask for."""
+        return [each for each in lessons if each.device.identity == self.device.identity and each.is_asked_for]
 
     def fit(self, lessons: Sequence[Lesson], holdout: Holdout) -> Model:
         """A model of all lessons, of which nobody knows how sure it is."""

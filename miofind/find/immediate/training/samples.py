@@ -73,6 +73,11 @@ class Lesson:
         """The kind of the problem."""
         return Kind.of(self.problem)
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether finds ask for the problem: volumes that are images are found as these."""
+        return self.problem.flattened is self.problem
+
     @cached_property
     def best_ms(self) -> float:
         """The best time known, cuDNN's included."""
