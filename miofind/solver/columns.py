@@ -187,6 +187,11 @@ def is_config(config: Config, other: Config) -> bool:
     return cast(bool, functools.reduce(operator.and_, (config[name] == value for name, value in other.items())))
 
 
+def is_one_of(config: Config, others: Iterable[Config]) -> bool:
+    """Whether a configuration, or one of a table, `is_config` of any of others."""
+    return functools.reduce(operator.or_, (is_config(config, other) for other in others))
+
+
 def is_table(*values: object) -> bool:
     """Whether one of the values is of many configurations."""
     return np.ndarray in map(type, values)

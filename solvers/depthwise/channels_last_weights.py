@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
+from miofind.solver.columns import ConfigTable, chosen, is_one_of, larger, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import (
     APPLICABLE,
@@ -366,11 +365,10 @@ class ConvDepthwiseChannelsLastWeights(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling, vector = _Tiling.of(problem, config), config["vector"]
-        is_fallback = functools.reduce(operator.or_, (is_config(config, fallback) for fallback in _FALLBACKS))
         is_valid: bool = (
             (problem.c % vector == 0)
             & ((problem.k == problem.c) | (vector == 1))
-            & (is_fallback | _is_economical(problem, config, tiling))
+            & (is_one_of(config, _FALLBACKS) | _is_economical(problem, config, tiling))
             & (tiling.products <= _MAX_PRODUCTS)
             & (tiling.registers <= _MAX_REGISTERS)
             & (tiling.window <= _MAX_WINDOW)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, chosen, larger, smaller
+from miofind.solver.columns import ConfigTable, chosen, is_one_of, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import cycles_of_waves
 from miofind.solver.solver import OF_IMAGES
@@ -263,7 +263,7 @@ class ConvDepthwiseVolume(DepthwiseVolumeSolver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config)
         is_valid: bool = (
-            (self.is_fallback(config) | tiling.is_economical(config))
+            (is_one_of(config, self.fallbacks) | tiling.is_economical(config))
             & tiling.fits
             & tiling.holds(tiling.registers, device)
             & (chosen(tiling.rolled, tiling.products / tiling.height.taps, tiling.products) <= _MOST_PRODUCTS)

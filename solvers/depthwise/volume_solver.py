@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import operator
 from abc import abstractmethod
 from typing import ClassVar
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, is_config
+from miofind.solver.columns import ConfigTable
 from miofind.solver.solver import (
     APPLICABLE,
     Algorithm,
@@ -47,11 +46,6 @@ class DepthwiseVolumeSolver(Solver):
         if any(self.is_valid_config(problem, device, fallback) for fallback in self.fallbacks):
             return APPLICABLE
         return Applicability(f"no tile fits: filter {problem.filter} at stride {problem.conv.stride}")
-
-    def is_fallback(self, config: Config) -> bool:
-        """Whether a configuration is one of the fallbacks."""
-        is_fallback: bool = functools.reduce(operator.or_, (is_config(config, each) for each in self.fallbacks))
-        return is_fallback
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(each.config for each in self.estimated_defaults(problem, device))

@@ -14,7 +14,7 @@ from typing import ClassVar
 from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, chosen, larger, smaller
+from miofind.solver.columns import ConfigTable, chosen, is_one_of, larger, smaller
 from miofind.solver.occupancy import cycles_of_waves
 from miofind.solver.solver import OF_WEIGHTS
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
@@ -250,7 +250,7 @@ class ConvDepthwiseVolumeWeights(DepthwiseVolumeSolver):
         tiling = _Tiling.of(problem, config)
         is_sensible = tiling.is_economical(config) & (tiling.turns < 2 * tiling.items)
         is_valid: bool = (
-            (self.is_fallback(config) | is_sensible)
+            (is_one_of(config, self.fallbacks) | is_sensible)
             & (tiling.split_k.bytes <= max(_MOST_WORKSPACE_BYTES, problem.x.bytes))
             & tiling.fits
             & tiling.holds(tiling.registers + tiling.copies, device)  # with the address of each copy
