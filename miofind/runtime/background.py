@@ -1,8 +1,4 @@
-"""What is made ready beside the program, for who can do without it meanwhile.
-
-Kernels are compiled by processes of their own; a library's plan is made by a thread, which the library lets others run
-beside: cuDNN and cuBLASLt take 0.1 s for the first plan of a process.
-"""
+"""Kernels that are compiled beside the program, by processes of their own, for who can do without them meanwhile."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
 
 from miofind.compiler.build import Compiler, processors
 from miofind.compiler.pool import CompilePool
+from miofind.compiler.worker import Answer
 from miofind.device.device import Device
 from miofind.errors import described
 from miofind.process.forks import follow_forks
@@ -32,21 +28,19 @@ _compilers: weakref.WeakSet[BackgroundCompiler] = weakref.WeakSet()
 
 
 class PendingKernels:
-    """Kernels that are being compiled, or plans of a library that are being made."""
+    """Kernels that are being compiled."""
 
-    def __init__(self, background: BackgroundCompiler, answers: Iterable[Future[Any]]) -> None:
+    def __init__(self, background: BackgroundCompiler, answers: Iterable[Future[Answer]]) -> None:
         self._background = background
         self._answers = tuple(answers)
 
     def when_done(self, call: Callable[[], object]) -> None:
-        """Have a function called once all of them were tried: by a thread that makes them, or now where they were."""
+        """Have a function called once all of them were tried: by a thread that compiles, or now where they were."""
         self._background.call_after(self._answers, call)
 
 
 class BackgroundCompiler:
-    """Compiles the steps of one device into the binary cache, and has its libraries' plans made.
-
-    The processes start with the first step that is missing.
+    """Compiles the steps of one device into the binary cache. The processes start with the first step that is missing.
 
     Args:
         compiler: who loads the kernels; its cache is filled.
@@ -63,9 +57,8 @@ class BackgroundCompiler:
         self._idle_s = idle_s
         self._changed = threading.Condition()
         self._pool: CompilePool | None = None
-        self._awaited: dict[Future[Any], list[Callable[[], object]]] = {}
+        self._awaited: dict[Future[Answer], list[Callable[[], object]]] = {}
         self._failed: dict[str, Exception] = {}
-        self._plans: dict[str, Future[Exception | None]] = {}
         self._is_open = True
         self._timer: threading.Timer | None = None
         _compilers.add(self)
@@ -75,7 +68,6 @@ class BackgroundCompiler:
         """Have nothing to wait for in a forked child, whose parent has the processes."""
         self._changed = threading.Condition()
         self._pool, self._awaited, self._is_open, self._timer = None, {}, False, None
-        self._plans = {}
 
     def begin(self, steps: Iterable[KernelStep]) -> PendingKernels | None:
         """Begin to compile what is not at hand; None where nothing is to be waited for.
@@ -89,7 +81,8 @@ class BackgroundCompiler:
         lacking = [step for step in steps if not self._compiler.is_at_hand(step, self._device)]
         names = {step: self._compiler.key(step, self._device.arch) + step.entry for step in lacking}
         for name in names.values():
-            self._check(name)
+            if name in self._failed:
+                raise copy.copy(self._failed[name])  # what is raised keeps the tensors of all its callers
         if not lacking:
             return None
         with self._changed:
@@ -104,46 +97,7 @@ class BackgroundCompiler:
             answer.add_done_callback(functools.partial(self._ended, names[step]))
         return PendingKernels(self, submitted.values()) if submitted else None
 
-    def is_at_hand(self, steps: Iterable[KernelStep]) -> bool:
-        """Whether nothing of it need be compiled.
-
-        Raises:
-            CompileError: as of `Compiler.is_at_hand`.
-        """
-        return all(self._compiler.is_at_hand(step, self._device) for step in steps)
-
-    def begin_plan(self, name: str, make: Callable[[], object]) -> PendingKernels | None:
-        """Begin to make a library's plan; None where it was made, or can only be made by who runs it.
-
-        Args:
-            name: of the plan; one that is being made is not begun again.
-            make: makes it. What a thread keeps of it to itself is free for others when the result is told, since the
-                thread has ended then.
-
-        Raises:
-            Exception: it was tried before, and this is what `make` raised.
-        """
-        self._check(name)
-        with self._changed:
-            if (known := self._plans.get(name)) is not None:
-                return PendingKernels(self, (known,)) if known in self._awaited else None
-            if not self._is_open:
-                return None
-            answer: Future[Exception | None] = Future()
-            try:
-                threading.Thread(target=_try, args=(make, answer), name="miofind plan").start()
-            except RuntimeError:  # the process has too many, or is ending
-                return None
-            self._plans[name], self._awaited[answer] = answer, []
-        answer.add_done_callback(functools.partial(self._ended, name))
-        return PendingKernels(self, (answer,))
-
-    def _check(self, name: str) -> None:
-        """Raise what was raised when it was tried before."""
-        if name in self._failed:
-            raise copy.copy(self._failed[name])  # what is raised keeps the tensors of all its callers
-
-    def call_after(self, answers: Iterable[Future[Any]], call: Callable[[], object]) -> None:
+    def call_after(self, answers: Iterable[Future[Answer]], call: Callable[[], object]) -> None:
         """Have a function called once all the answers are there."""
         with self._changed:
             for answer in answers:
@@ -153,7 +107,7 @@ class BackgroundCompiler:
         call()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being compiled or made; False where that takes longer."""
+        """Wait until nothing is being compiled; False where that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._awaited, timeout_s)
 
@@ -168,7 +122,7 @@ class BackgroundCompiler:
             if timer is not threading.current_thread():
                 timer.join()  # it may be ending the processes
 
-    def _ended(self, name: str, answer: Future[Any]) -> None:
+    def _ended(self, name: str, answer: Future[Answer]) -> None:
         """Note a failure, call who asked to be, and have the processes end soon if there is no more for them to do."""
         if (error := answer.result()) is not None:
             logger.warning("%s", str(error).partition("\n")[0])
@@ -216,26 +170,7 @@ class BackgroundCompiler:
             pool.close()
 
 
-def _try(make: Callable[[], object], answer: Future[Exception | None]) -> None:
-    """Make something in a thread that ends before the result is told: None, or why it cannot be made."""
-    told: list[Exception] = []
-
-    def tried() -> None:
-        try:
-            make()
-        except Exception as error:
-            told.append(error.with_traceback(None))
-
-    try:
-        maker = threading.Thread(target=tried, name="miofind plan")
-        maker.start()
-        maker.join()
-    except RuntimeError:  # the process is ending, or has too many threads: who runs it makes it
-        pass
-    answer.set_result(told[0] if told else None)
-
-
 def wait_until_compiled(timeout_s: float | None = None) -> bool:
-    """Wait until nothing is made ready beside this program any more; False where that takes longer."""
+    """Wait until nothing is compiled beside this program any more; False where that takes longer."""
     ends = None if timeout_s is None else time.monotonic() + timeout_s
     return all(each.wait(None if ends is None else max(0.0, ends - time.monotonic())) for each in list(_compilers))

@@ -16,7 +16,7 @@ from helpers.runs.cuda_package import CudaPackage, make_package
 import miofind.runtime.background as module
 from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.device.device import Device
-from miofind.errors import CompileError, LaunchError
+from miofind.errors import CompileError
 from miofind.runtime.background import BackgroundCompiler, wait_until_compiled
 from miofind.solver.steps import KernelStep
 
@@ -166,52 +166,6 @@ def test_processes_stay_from_the_last_step_on(background: BackgroundCompiler, pa
     wait_until(lambda: _timers() == 1, "one thread waits to end them, for what came last")
     background.close()
     assert _timers() == 0
-
-
-def test_a_plan_is_made_once_by_a_thread_that_has_ended_when_it_is_told(background: BackgroundCompiler) -> None:
-    class Kept:
-        """What a thread keeps to itself, as cuDNN's plans."""
-
-    local, may_end, kept, told = threading.local(), threading.Event(), list[weakref.ref[Kept]](), list[bool]()
-
-    def make() -> None:
-        local.plan = Kept()
-        kept.append(weakref.ref(local.plan))
-        may_end.wait(LIMIT_S)
-
-    for _ in range(2):
-        pending = background.begin_plan("plan", make)
-        assert pending is not None
-        pending.when_done(lambda: told.append(kept[0]() is None))
-    assert not background.wait(0.0)
-    assert not told
-    may_end.set()
-    assert wait_until_compiled(LIMIT_S)
-    assert (len(kept), told) == (1, [True, True])
-    assert background.begin_plan("plan", make) is None
-
-
-def test_a_plan_that_cannot_be_made_is_tried_once(background: BackgroundCompiler) -> None:
-    def make() -> None:
-        raise LaunchError("not on this device")
-
-    assert background.begin_plan("plan", make) is not None
-    assert background.wait(LIMIT_S)
-    with pytest.raises(LaunchError, match="not on this device"):
-        background.begin_plan("plan", make)
-
-
-def test_where_no_thread_can_be_had_a_plan_is_not_waited_for(
-    background: BackgroundCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        assert background.begin_plan("plan", lambda: None) is None
-    background.close()
-    assert background.begin_plan("plan", lambda: None) is None
 
 
 def _timers() -> int:

@@ -39,8 +39,7 @@ INPUTS = {"y": ("x", "w"), "dx": ("grad", "w"), "dw": ("x", "grad")}
 
 _BIAS = {"y": "given", "dw": "made"}
 _LONGEST_REASON = 300
-NOT_READY = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
-"""What is raised where a solution cannot be made ready."""
+_NOT_READY = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
 
 
 class Arguments(NamedTuple):
@@ -92,23 +91,16 @@ class ReadySolutions:
         while self._left:
             solution = self._left.pop(0)
             try:
-                invoker = invoker_of(solution, self._handle)
-            except NOT_READY as error:
+                invoker = self._handle.invoker(
+                    solution.problem.flattened, solution.solver_id, solution.config, solution.kernel_hash
+                )
+            except _NOT_READY as error:
                 logger.warning("%s cannot run %s: %s", solution.id, solution.problem, error)
                 told.append(f"{solution.solver_id}: {first_line(error)}")
                 continue
             if below_bytes is None or invoker.alignment_bytes < below_bytes:
                 return solution, invoker
         raise Unserved("; ".join(told) or "no solution is left")
-
-
-def invoker_of(solution: Solution, handle: Handle) -> Invoker:
-    """What runs a solution, made now where it was not before.
-
-    Raises:
-        CompileError, LaunchError, InvalidConfigError, MissingLibraryError: it cannot be made ready.
-    """
-    return handle.invoker(solution.problem.flattened, solution.solver_id, solution.config, solution.kernel_hash)
 
 
 def first_line(error: BaseException) -> str:

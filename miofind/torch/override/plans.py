@@ -24,6 +24,7 @@ from miofind.errors import (
     CompileError,
     LaunchError,
     MiofindError,
+    MissingLibraryError,
     NoSolutionError,
     described,
     raise_if_interrupted,
@@ -41,15 +42,7 @@ from miofind.torch.override import comparisons, formats
 from miofind.torch.override.calls import COMPUTED, DIRECTION_OF, ConvolutionCall, Unserved, is_depthwise
 from miofind.torch.override.comparisons import Comparison
 from miofind.torch.override.flags import Flags
-from miofind.torch.override.launches import (
-    NOT_READY,
-    Arguments,
-    Launch,
-    Launches,
-    ReadySolutions,
-    first_line,
-    invoker_of,
-)
+from miofind.torch.override.launches import Arguments, Launch, Launches, ReadySolutions, first_line
 from miofind.torch.override.memory import Backoff, is_capturing, make_room
 from miofind.torch.override.settings import CPU_IS_PYTORCHS, MissPolicy, Settings
 
@@ -257,9 +250,6 @@ def parts_of_a_fused_call() -> Iterator[None]:
 _LONGEST_STAND_IN_MS = 50.0
 """A call that takes longer than that is PyTorch's."""
 
-_SLOWEST_STAND_IN = 2.0
-"""How many times the time of a library's solution an own kernel may take while its plan is made."""
-
 
 class Planner:
     """Makes plans by what a user asked of the override and by PyTorch's switches."""
@@ -442,8 +432,6 @@ class Planner:
     def _compiled(self, part: Part, solutions: list[Solution], handle: Handle, flags: Flags) -> list[Solution]:
         """The solutions from the first on that can be compiled, where that is done or has to be waited for.
 
-        A library's plan is waited for unless an own kernel is at hand meanwhile.
-
         Raises:
             Unserved: it is being compiled, or none can be compiled.
         """
@@ -451,22 +439,15 @@ class Planner:
             return solutions
         told = []
         for at, solution in enumerate(solutions):
-            stand_ins = _own_stand_ins(solution, solutions[at + 1 :], handle)
             try:
-                if stand_ins:
-                    part.pending = handle.background.begin_plan(
-                        f"{solution.problem.network_config} {solution.id} {solution.kernel_hash}",
-                        functools.partial(invoker_of, solution, handle),
-                    )
-                else:
-                    part.pending = handle.background.begin(kernels_of(solution, handle))
-            except NOT_READY as error:
+                part.pending = handle.background.begin(kernels_of(solution, handle))
+            except (CompileError, MissingLibraryError) as error:
                 told.append(f"{solution.solver_id}: {first_line(error)}")
                 continue
             if part.pending is None:
                 return solutions[at:]
             part.is_final = False
-            if stand_ins := stand_ins or self._stand_ins(solution.problem, handle, flags):
+            if stand_ins := self._stand_ins(solution.problem, handle, flags):
                 return stand_ins
             raise Unserved(f"the kernels of {solution.solver_id} are being compiled")
         raise Unserved("; ".join(told))
@@ -512,26 +493,6 @@ def kernels_of(solution: Solution, handle: Handle) -> tuple[KernelStep, ...]:
         raise_if_interrupted(error)
         logger.debug("%s has no kernels: %s", solution.id, described(error))
         return ()
-
-
-def _own_stand_ins(solution: Solution, later: Sequence[Solution], handle: Handle) -> list[Solution]:
-    """What runs a problem while a library makes its plan: the fastest own kernel of its other solutions.
-
-    Nothing where the plan is made, the solution is no library's, or the kernel is not at hand or takes too long.
-    """
-    problem = solution.problem.flattened
-    if solution.library is Library.PLAIN or handle.invokers.get(
-        problem.network_config, solution.solver_id, solution.config
-    ):
-        return []
-    own = next((each for each in later if each.library is Library.PLAIN), None)
-    if own is None or own.time_ms > _SLOWEST_STAND_IN * solution.time_ms:
-        return []
-    try:
-        is_at_hand = handle.background.is_at_hand(kernels_of(own, handle))
-    except CompileError:
-        return []
-    return [own] if is_at_hand else []
 
 
 @functools.cache

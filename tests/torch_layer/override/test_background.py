@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.processes.waiting import LIMIT_S
 from torch.nn.functional import conv2d, conv3d
 from torch_layer.withheld_kernels import Withheld
 
 import miofind.torch
 from miofind import Handle
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Library
-from miofind.errors import CompileError, InvalidOptionError, LaunchError
-from miofind.runtime.solution import Solution
+from miofind.errors import CompileError, InvalidOptionError
 from miofind.solver.solver import Solver
 from miofind.solvers.cpu.direct import ConvCpuDirect
 from miofind.torch.fused import plans as fused_plans
@@ -283,90 +278,3 @@ def test_stand_ins_and_kernels_of_a_volume_are_those_of_its_images(
     torch.testing.assert_close(y.squeeze(2), conv2d(X, w.squeeze(2), groups=4), rtol=1e-4, atol=1e-4)
     for problems in asked.values():
         assert {problem.spatial_dims for problem in problems} == {2}
-
-
-@pytest.fixture
-def plan_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanOfALibrary]:
-    fused_plans.forget()
-    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
-        made = PlanOfALibrary(handle, monkeypatch)
-        yield made
-        made.may_be_made.set()
-    miofind.torch.disable()
-    fused_plans.forget()
-
-
-class PlanOfALibrary:
-    """The first solution is a library's, whose plan is made when a test says so; a kernel is 1.5 times slower."""
-
-    def __init__(self, handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.handle = handle
-        self.slower = 1.5
-        self.library = ""
-        self.made: list[str] = []
-        self.error: Exception | None = None
-        self.may_be_made = threading.Event()
-        invoker, solutions = handle.invoker, plans.Planner.solutions
-
-        def found(*given: Any) -> list[Solution]:
-            first, *others = solutions(*given)
-            second = next(each for each in others if each.solver_id != first.solver_id)
-            self.library = first.solver_id
-            return [
-                replace(first, library=Library.CUDNN, time_ms=1.0),
-                replace(second, library=Library.PLAIN, time_ms=self.slower),
-            ]
-
-        def made(problem: ProblemDescription, solver_id: str, *given: Any) -> Any:
-            if solver_id == self.library:
-                self.made.append(threading.current_thread().name)
-                assert self.may_be_made.wait(LIMIT_S)
-                if self.error is not None:
-                    raise self.error
-            return invoker(problem, solver_id, *given)
-
-        monkeypatch.setattr(plans.Planner, "solutions", found)
-        monkeypatch.setattr(handle, "invoker", made)
-
-
-@pytest.mark.parametrize("call", [conv2d, miofind.torch.convolution], ids=["operator", "fused"])
-def test_a_kernel_runs_while_a_library_makes_its_plan(
-    plan_of_a_library: PlanOfALibrary, call: Callable[..., Any]
-) -> None:
-    def chosen() -> list[str]:
-        seen = (*made.plans, *fused_plans.plans())
-        return [part.solution.solver_id for plan in seen for part in plan.parts if part.solution]
-
-    expected = conv2d(X, W)
-    with miofind.torch.use("estimate", handle=plan_of_a_library.handle, devices="cpu") as made:
-        for _ in range(2):
-            torch.testing.assert_close(call(X, W), expected)
-        assert len(chosen()) == 1
-        assert plan_of_a_library.library not in chosen()
-        plan_of_a_library.may_be_made.set()
-        assert miofind.torch.wait_until_compiled(LIMIT_S)
-        torch.testing.assert_close(call(X, W), expected)
-        assert plan_of_a_library.library in chosen()
-    assert plan_of_a_library.made[0] == "miofind plan"
-
-
-def test_a_slow_kernel_does_not_run_while_a_library_makes_its_plan(plan_of_a_library: PlanOfALibrary) -> None:
-    plan_of_a_library.slower = 3.0
-    plan_of_a_library.may_be_made.set()
-    with miofind.torch.use("estimate", handle=plan_of_a_library.handle, devices="cpu") as made:
-        torch.testing.assert_close(conv2d(X, W), conv2d(X, W))
-        (part,) = made.plans[0].parts
-        assert part.solution is not None
-        assert part.solution.solver_id == plan_of_a_library.library
-    assert plan_of_a_library.made == [threading.current_thread().name]
-
-
-def test_a_library_that_makes_no_plan_is_passed_over(plan_of_a_library: PlanOfALibrary) -> None:
-    plan_of_a_library.error = LaunchError("cuDNN has no such plan")
-    plan_of_a_library.may_be_made.set()
-    with miofind.torch.use("estimate", handle=plan_of_a_library.handle, devices="cpu") as made:
-        for _ in range(2):
-            torch.testing.assert_close(conv2d(X, W), conv2d(X, W))
-            assert miofind.torch.wait_until_compiled(LIMIT_S)
-        assert made.report().own_calls == made.report().calls == 4
-    assert plan_of_a_library.made == ["miofind plan"]
